@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
-    "fused_mlp": "fusedmlp.ops",
+    "fused_mlp": "fusedmlp.mlp",
     "FusedMLP": "fusedmlp.mlp",
     "TorchMLP": "fusedmlp.mlp",
     "GPT": "fusedmlp.model",

@@ -1,0 +1,444 @@
+"""Plans: one cuBLASLt GEMM with an epilog, planned and autotuned once, executed many times. The only door to nvmath.
+
+Planning asks cuBLASLt's heuristic for algorithms (about a millisecond) and autotuning times them on the GPU (a few
+hundred). Both synchronise, so they happen once for each problem, and the winner is kept. ``nvmath``'s ``Matmul`` does
+both. Executing through ``Matmul`` as well would cost about 100 us of host time a call, more than many of these GEMMs
+take on the GPU; a :class:`Plan` therefore keeps descriptors of its own and launches through nvmath's low-level
+binding, which costs what ``torch.nn.functional.linear`` does.
+
+Execution is asynchronous, on torch's current stream: outputs come from torch's allocator, so the usual rules of torch
+streams hold, and nothing here keeps an operand alive.
+
+Letters M, N, K, A, B, D: see :mod:`fusedmlp.epilogs`. Sources: the cuBLASLt API reference; the source of nvmath-python
+1.0, whose descriptors are reproduced here, since an algorithm is only valid for the problem that it was found for.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusedmlp.epilogs import HAS_BIAS, READS_AUX, WRITES_AUX, WRITES_BGRAD, Epilog, Result, gelu_aux_rows, relu_aux_rows
+
+WORKSPACE_LIMIT = 32 * 2**20  # bytes; NVIDIA's advice for Hopper. Planning and execution must agree on it.
+MAX_PLANS = 512  # least recently used plans go first; a plan is a few kilobytes of host memory
+MAX_ALGORITHMS = 8  # asking the heuristic for more returned no more
+TUNE_ITERATIONS = 5
+
+# nvmath logs every phase at INFO and, when INFO is on, times each call with a synchronisation.
+_nvmath_log = logging.getLogger("fusedmlp.nvmath")
+_nvmath_log.setLevel(logging.WARNING)
+
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+# Which dtypes each compute type takes. The FAST types round *fp32* inputs to something narrower inside the GEMM; with
+# fp16 or bf16 tensors they are refused, since COMPUTE_32F already reads those as they are and accumulates in fp32.
+COMPUTE_TYPES = {
+    "COMPUTE_32F": (torch.bfloat16, torch.float16, torch.float32),
+    "COMPUTE_32F_PEDANTIC": (torch.bfloat16, torch.float16, torch.float32),
+    "COMPUTE_32F_FAST_TF32": (torch.float32,),
+    "COMPUTE_32F_FAST_16BF": (torch.float32,),
+    "COMPUTE_32F_FAST_16F": (torch.float32,),
+    "COMPUTE_16F": (torch.float16,),
+}
+
+
+class Unsupported(RuntimeError):
+    """What was asked for is beyond cuBLASLt or nvmath; the message says which constraint was broken."""
+
+
+@dataclass(slots=True)
+class PlanStats:
+    """Counters of this process, for the run log."""
+
+    plans: int = 0
+    """Plans made."""
+    plan_hits: int = 0
+    """GEMMs that found their plan."""
+    plan_misses: int = 0
+    """GEMMs that had to plan first."""
+    plan_ms: float = 0.0
+    """Host time spent in planning, autotuning not included, milliseconds."""
+    tune_ms: float = 0.0
+    """Time spent in autotuning, milliseconds."""
+    workspace_mib: float = 0.0
+    """Largest workspace that a plan asks for, MiB. It is taken from torch's allocator for the time of the call."""
+
+
+def check_compute_type(name: str | None, dtype: torch.dtype) -> None:
+    """Raise :class:`Unsupported` with the table of possible pairs when ``name`` does not take ``dtype``."""
+    if name is not None and dtype not in COMPUTE_TYPES[name]:
+        table = "; ".join(f"{n}: {', '.join(DTYPES[d] for d in dtypes)}" for n, dtypes in COMPUTE_TYPES.items())
+        raise Unsupported(f"compute type {name} does not take {str(dtype).removeprefix('torch.')} tensors ({table})")
+
+
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    """How a 2-D tensor lies in memory."""
+
+    rows: int
+    cols: int
+    ld: int
+    column_major: bool
+    alignment: int  # of the pointer, bytes: an algorithm may need what the heuristic was shown
+
+    @classmethod
+    def of(cls, t: Tensor) -> "_Operand":
+        (rows, cols), (s0, s1) = t.shape, t.stride()
+        pointer = t.data_ptr()
+        alignment = min(pointer & -pointer, 256)
+        # Same order of tests as nvmath, so that degenerate shapes are described alike.
+        if s0 == 1:
+            return cls(rows, cols, max(rows, s1), True, alignment)
+        if s1 == 1:
+            return cls(rows, cols, max(cols, s0), False, alignment)
+        raise Unsupported(f"a matrix with strides {(s0, s1)} is neither row-major nor column-major")
+
+    def transposed(self) -> "_Operand":
+        return _Operand(self.cols, self.rows, self.ld, not self.column_major, self.alignment)
+
+
+class Plan:
+    """A GEMM with its epilog for one problem, ready to launch.
+
+    Args:
+        epilog: what follows the multiplication.
+        a, b, bias, aux: operands as :meth:`run` takes them; planning and autotuning read them.
+        compute_type: a name of :data:`COMPUTE_TYPES`, or None for COMPUTE_32F.
+        tune: time the heuristic's algorithms and take the fastest, instead of the first.
+
+    Raises:
+        Unsupported: cuBLASLt or nvmath refuses the problem.
+    """
+
+    def __init__(
+        self,
+        epilog: Epilog,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        aux: Tensor | None,
+        compute_type: str | None,
+        tune: bool,
+    ) -> None:
+        self._descriptors: list[tuple[Any, int]] = []  # (destroy, handle)
+        self.epilog = epilog
+        self.m, self.k = a.shape
+        self.n = b.shape[1]
+        self.dtype, self.device = a.dtype, a.device
+        compute_name = compute_type or "COMPUTE_32F"
+        with torch.cuda.device(self.device):
+            self._search(a, b, bias, aux, compute_name, tune)
+            self._describe(_Operand.of(a), _Operand.of(b), compute_name)
+        scale = np.float16 if compute_name == "COMPUTE_16F" else np.float32
+        self._alpha, self._beta = np.ones(1, scale), np.zeros(1, scale)
+        self._alpha_ptr, self._beta_ptr = self._alpha.ctypes.data, self._beta.ctypes.data
+        # The descriptor carries the pointers of bias and aux, so setting them and launching must not interleave with
+        # another thread (autograd runs the backward pass in one of its own).
+        self._lock = threading.Lock()
+        self._pointer = np.zeros(1, np.int64)
+        self._pointer_ptr = self._pointer.ctypes.data
+
+    def _search(
+        self, a: Tensor, b: Tensor, bias: Tensor | None, aux: Tensor | None, compute_name: str, tune: bool
+    ) -> None:
+        """Find the algorithm with nvmath's ``Matmul``."""
+        from nvmath.linalg.advanced import Matmul, MatmulEpilog, MatmulOptions
+        from nvmath.bindings import cublas
+        from nvmath.bindings.cublasLt import cuBLASLtError
+
+        epilog = None if self.epilog is Epilog.DEFAULT else MatmulEpilog[self.epilog]
+        inputs = {} if bias is None else {"bias": bias}
+        if aux is not None:
+            inputs["relu_aux" if "RELU" in self.epilog else "gelu_aux"] = aux
+        options = MatmulOptions(
+            compute_type=cublas.ComputeType[compute_name], memory_limit=WORKSPACE_LIMIT, logger=_nvmath_log
+        )
+        start = time.perf_counter()
+        try:
+            with Matmul(a, b, options=options) as matmul:
+                matmul.plan(epilog=epilog, epilog_inputs=inputs or None, preferences={"limit": MAX_ALGORITHMS})
+                planned = time.perf_counter()
+                if tune:
+                    matmul.autotune(iterations=TUNE_ITERATIONS)
+                found = matmul.algorithms[0].as_numpy()
+                torch.cuda.synchronize()  # autotuning's buffers are freed on leaving
+        except torch.OutOfMemoryError:
+            raise
+        except (ValueError, TypeError, RuntimeError, cuBLASLtError) as error:  # nvmath's own checks, and the library's
+            raise Unsupported(f"{self}: {error}") from error
+        stats.plan_ms += (planned - start) * 1e3
+        stats.tune_ms += (time.perf_counter() - planned) * 1e3
+        self._algorithm = np.ascontiguousarray(found["algo"])
+        self._algorithm_ptr = self._algorithm.ctypes.data
+        # nvmath adds 16 bytes for a library problem with epilogs.
+        self.workspace_bytes = int(found["workspace_size"][0])
+        if self.workspace_bytes:
+            self.workspace_bytes += 16
+        stats.workspace_mib = max(stats.workspace_mib, self.workspace_bytes / 2**20)
+
+    def _describe(self, a: _Operand, b: _Operand, compute_name: str) -> None:
+        """Make the descriptors that :meth:`run` launches with, attribute by attribute as nvmath makes them."""
+        from nvmath.bindings import cublas
+        from nvmath.bindings import cublasLt as lt
+        from nvmath import CudaDataType
+
+        self._launch, self._set_attribute = lt.matmul, lt.matmul_desc_set_attribute
+        self._handle = _handle(self.device.index)
+        kinds = {
+            torch.bfloat16: CudaDataType.CUDA_R_16BF,
+            torch.float16: CudaDataType.CUDA_R_16F,
+            torch.float32: CudaDataType.CUDA_R_32F,
+        }
+        scale = CudaDataType.CUDA_R_16F if compute_name == "COMPUTE_16F" else CudaDataType.CUDA_R_32F
+        self._desc = lt.matmul_desc_create(cublas.ComputeType[compute_name], scale)
+        self._descriptors.append((lt.matmul_desc_destroy, self._desc))
+        attributes = lt.MatmulDescAttribute
+        self._bias_attribute = int(attributes.BIAS_POINTER)
+        self._aux_attribute = int(attributes.EPILOGUE_AUX_POINTER)
+
+        def put(attribute: Any, value: int) -> None:
+            buffer = np.array([value], dtype=lt.get_matmul_desc_attribute_dtype(attribute))
+            lt.matmul_desc_set_attribute(self._desc, attribute, buffer.ctypes.data, buffer.nbytes)
+
+        if self.epilog is not Epilog.DEFAULT:
+            put(attributes.EPILOGUE, lt.Epilogue[self.epilog])
+        self._aux_rows = 0
+        if self.epilog in WRITES_AUX | READS_AUX:
+            relu = "RELU" in self.epilog
+            self._aux_rows = relu_aux_rows(self.m) if relu else gelu_aux_rows(self.m)
+            self._aux_dtype = torch.uint8 if relu else self.dtype
+            put(attributes.EPILOGUE_AUX_LD, self._aux_rows * 8 if relu else self._aux_rows)  # in elements: bits, for ReLU
+        if self.epilog is Epilog.BGRADB:  # cuBLASLt wants B transposed for this one: describe Bᵀ and ask for its transpose
+            put(attributes.TRANSB, cublas.Operation.T)
+            b = b.transposed()
+
+        def layout(operand: _Operand) -> int:
+            handle = lt.matrix_layout_create(kinds[self.dtype], operand.rows, operand.cols, operand.ld)
+            self._descriptors.append((lt.matrix_layout_destroy, handle))
+            order = np.array(
+                [lt.Order.COL if operand.column_major else lt.Order.ROW],
+                dtype=lt.get_matrix_layout_attribute_dtype(lt.MatrixLayoutAttribute.ORDER),
+            )
+            lt.matrix_layout_set_attribute(handle, lt.MatrixLayoutAttribute.ORDER, order.ctypes.data, order.nbytes)
+            return int(handle)
+
+        self._a_layout, self._b_layout = layout(a), layout(b)
+        self._d_layout = layout(_Operand(self.m, self.n, self.m, True, 256))
+
+    def run(self, a: Tensor, b: Tensor, bias: Tensor | None, aux: Tensor | None) -> Result:
+        """Launch on the current stream: A (M, K), B (K, N), bias (M,), aux (padded M, N) -> :class:`Result`."""
+        device = self.device
+        d = torch.empty((self.n, self.m), dtype=self.dtype, device=device)
+        bgrad: Tensor | None = None
+        out_aux: Tensor | None = None
+        if self.epilog in WRITES_BGRAD:
+            bgrad = torch.empty(self.n if self.epilog is Epilog.BGRADB else self.m, dtype=self.dtype, device=device)
+        if self.epilog in WRITES_AUX:
+            out_aux = aux = torch.empty((self.n, self._aux_rows), dtype=self._aux_dtype, device=device).T
+        workspace_ptr = 0
+        if self.workspace_bytes:
+            # From torch's caching allocator, for this call: safe on any stream and during graph capture.
+            workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device)
+            workspace_ptr = workspace.data_ptr()
+        vector = bgrad if bgrad is not None else bias  # a bias gradient is written through the bias pointer
+        with self._lock:
+            if vector is not None:
+                self._point(self._bias_attribute, vector)
+            if aux is not None:
+                self._point(self._aux_attribute, aux)
+            self._launch(
+                self._handle,
+                self._desc,
+                self._alpha_ptr,
+                a.data_ptr(),
+                self._a_layout,
+                b.data_ptr(),
+                self._b_layout,
+                self._beta_ptr,
+                0,
+                self._d_layout,
+                d.data_ptr(),
+                self._d_layout,
+                self._algorithm_ptr,
+                workspace_ptr,
+                self.workspace_bytes,
+                torch._C._cuda_getCurrentRawStream(device.index),
+            )
+        return Result(d.T, out_aux, bgrad)
+
+    def _point(self, attribute: int, tensor: Tensor) -> None:
+        self._pointer[0] = tensor.data_ptr()
+        self._set_attribute(self._desc, attribute, self._pointer_ptr, 8)
+
+    def __str__(self) -> str:
+        """The problem, as error messages name it."""
+        return f"{self.epilog} of ({self.m} x {self.k}) ({self.k} x {self.n}) in {DTYPES[self.dtype]}"
+
+    def __del__(self) -> None:
+        """Destroy the descriptors; launched work does not need them any more."""
+        for destroy, handle in self._descriptors:
+            destroy(handle)
+        self._descriptors.clear()
+
+
+class PlanCache:
+    """Plans by problem, bounded, shared by all threads."""
+
+    def __init__(self, capacity: int = MAX_PLANS) -> None:
+        self.capacity = capacity
+        self._plans: OrderedDict[tuple[Any, ...], Plan | Unsupported] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def find(
+        self,
+        epilog: Epilog,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        aux: Tensor | None,
+        compute_type: str | None,
+        tune: bool,
+    ) -> Plan:
+        """The plan for this problem, made now if this is the first time.
+
+        Raises:
+            Unsupported: the problem was refused, now or before (a refusal is remembered).
+            RuntimeError: the plan would have to be made while a CUDA graph is being captured.
+        """
+        key = (epilog, _Operand.of(a), _Operand.of(b), a.dtype, a.device.index, compute_type, tune)
+        with self._lock:
+            plan = self._plans.get(key)
+            if plan is not None:
+                self._plans.move_to_end(key)
+                if isinstance(plan, Unsupported):
+                    raise plan
+                stats.plan_hits += 1
+                return plan
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"no plan yet for {epilog} of {tuple(a.shape)} {tuple(b.shape)}, and planning synchronises, which a "
+                    "CUDA graph capture forbids: run the same shapes once before capturing"
+                )
+            stats.plan_misses += 1
+            try:
+                plan = Plan(epilog, a, b, bias, aux, compute_type, tune)
+                stats.plans += 1
+            except Unsupported as refusal:
+                plan = Unsupported(str(refusal))  # without the traceback, which would keep the operands alive
+                raise
+            finally:
+                if plan is not None:
+                    self._plans[key] = plan
+                    while len(self._plans) > self.capacity:
+                        self._plans.popitem(last=False)
+            return plan
+
+    def clear(self) -> None:
+        """Forget all plans and refusals."""
+        with self._lock:
+            self._plans.clear()
+
+    def __len__(self) -> int:
+        """Problems known."""
+        return len(self._plans)
+
+
+stats = PlanStats()
+cache = PlanCache()
+_zeros: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+_handles: dict[int, int] = {}
+
+
+def gemm(
+    epilog: Epilog,
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    aux: Tensor | None = None,
+    compute_type: str | None = None,
+    tune: bool = True,
+) -> Result:
+    """One GEMM with its epilog on the GPU: the same contract as :func:`fusedmlp.epilogs.gemm`.
+
+    Args:
+        epilog: what to compute.
+        a: (M, K), row- or column-major.
+        b: (K, N), row- or column-major.
+        bias: (M,); an absent bias is a bias of zeros.
+        aux: (padded M, N), as an *_AUX_BIAS epilog wrote it.
+        compute_type: a name of :data:`COMPUTE_TYPES`, or None.
+        tune: autotune a new plan.
+
+    Raises:
+        Unsupported: cuBLASLt or nvmath refuses the problem.
+    """
+    a, b = aligned(a), aligned(b)
+    if epilog in HAS_BIAS:
+        bias = _zero_bias(a.shape[0], a) if bias is None else aligned(bias)
+    plan = cache.find(epilog, a, b, bias, aux, compute_type, tune)
+    return plan.run(a, b, bias, aux)
+
+
+def aligned(t: Tensor) -> Tensor:
+    """``t`` itself, or a copy when its pointer is not a multiple of 16 bytes: no fast algorithm takes it then."""
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
+def _zero_bias(m: int, like: Tensor) -> Tensor:
+    key = (m, like.dtype, like.device)
+    if key not in _zeros:
+        _zeros[key] = torch.zeros(m, dtype=like.dtype, device=like.device)
+    return _zeros[key]
+
+
+def _handle(device_index: int) -> int:
+    """The cuBLASLt handle of a device, made once and kept until the process ends."""
+    from nvmath.bindings import cublasLt as lt
+
+    if device_index not in _handles:
+        _handles[device_index] = int(lt.create())
+    return _handles[device_index]
+
+
+def cublaslt_version() -> int | None:
+    """Version of the cuBLASLt that would be used, for example 130100; None where there is none."""
+    try:
+        from nvmath.bindings import cublasLt as lt
+
+        return int(lt.get_version())
+    except (ImportError, RuntimeError):
+        return None
+
+
+def why_unavailable(device: torch.device) -> str | None:
+    """Why nvmath cannot run on ``device``, or None when it can."""
+    if device.type != "cuda":
+        return f"the nvmath engine needs a CUDA device, and the tensors are on {device.type}"
+    return _why_no_cublaslt()
+
+
+_library_reason: list[str | None] = []
+
+
+def _why_no_cublaslt() -> str | None:
+    if not _library_reason:
+        try:
+            import nvmath.linalg.advanced  # noqa: F401
+
+            version = cublaslt_version()
+            _library_reason.append(None if version is not None else "cuBLASLt was not found by nvmath-python")
+        except ImportError as error:
+            _library_reason.append(f"nvmath-python cannot be imported: {error}")
+    return _library_reason[0]
+
+
+def stats_row() -> dict[str, float]:
+    """The counters as metric values, by their field names."""
+    return {f.name: getattr(stats, f.name) for f in fields(stats)}
