@@ -6,7 +6,6 @@ from fusedmlp.launch import main
 
 def run(config: Config) -> float | None:
     """Train, and return the best validation loss: what a hyperparameter sweep minimises."""
-    print(config); return
     # Imported here so that a bad config is refused before torch has loaded.
     from fusedmlp.trainer import train
 

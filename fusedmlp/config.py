@@ -309,7 +309,7 @@ class ParallelConfig:
         c.choice("strategy", "auto", "single", "ddp", "fsdp")
         c.that(
             self.strategy not in ("ddp", "fsdp"),
-            f"parallel.strategy={self.strategy} is not available yet; this version trains in one process (auto, single)",
+            f"parallel.strategy={self.strategy} is not available yet; this version trains in one process (auto)",
         )
         c.done()
 
@@ -410,7 +410,9 @@ class GenerateConfig:
         c.number("top_p", gt=0, le=1)
         c.choice("precision", "auto", "fp32", "bf16", "fp16")
         _check_device(c)
-        c.that(Path(self.checkpoint).expanduser().exists(), f"checkpoint={self.checkpoint!r}: no such file or directory")
+        c.that(
+            Path(self.checkpoint).expanduser().exists(), f"checkpoint={self.checkpoint!r}: no such file or directory"
+        )
         c.done()
 
 
@@ -479,7 +481,9 @@ def load(cfg: DictConfig, schema: type) -> Any:
     return _build(schema, plain, problems)
 
 
-def _build(schema: type, values: dict[Any, Any], problems: list[str], prefix: str = "", root: type | None = None) -> Any:
+def _build(
+    schema: type, values: dict[Any, Any], problems: list[str], prefix: str = "", root: type | None = None
+) -> Any:
     """Build ``schema`` bottom-up; sections report before the whole, and the whole is built only from sound sections."""
     root = root or schema
     known = {f.name: f for f in fields(schema)}

@@ -87,9 +87,7 @@ def relu_aux_rows(m: int) -> int:
     return -(-m // 128) * 16
 
 
-def gemm(
-    epilog: Epilog, a: Tensor, b: Tensor, *, bias: Tensor | None = None, aux: Tensor | None = None
-) -> Result:
+def gemm(epilog: Epilog, a: Tensor, b: Tensor, *, bias: Tensor | None = None, aux: Tensor | None = None) -> Result:
     """One GEMM with its epilog.
 
     Args:
@@ -158,7 +156,7 @@ def drelu(grad: Tensor, aux: Tensor) -> Tensor:
 
 
 def pad_gelu_aux(z: Tensor) -> Tensor:
-    """GELU's aux matrix: ``z`` (M, N) with M padded by zeros to a multiple of 8; ``z`` itself where nothing is to pad."""
+    """GELU's aux matrix: ``z`` (M, N) with M padded by zeros to a multiple of 8; ``z`` itself where that is M."""
     missing = gelu_aux_rows(z.shape[0]) - z.shape[0]
     return F.pad(z.T, (0, missing)).T if missing else z
 

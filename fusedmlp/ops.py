@@ -7,9 +7,9 @@
 Shapes: x (..., in), w1 (hidden, in), b1 (hidden,) or None, w2 (out, hidden), b2 (out,) or None, y (..., out),
 h (tokens, hidden), aux as :func:`fusedmlp.recipes.aux_shape`, where tokens is the product of x's leading dimensions.
 
-Each operator has a fake kernel (shapes only), so ``torch.compile(fullgraph=True)`` takes it as one opaque node. They are
-registered on a ``torch.library.Library``, whose dispatch is cheaper than ``torch.library.custom_op``'s. All outputs
-are contiguous and alias nothing.
+Each operator has a fake kernel (shapes only), so ``torch.compile(fullgraph=True)`` takes it as one opaque node. They
+are registered on a ``torch.library.Library``, whose dispatch is cheaper than ``torch.library.custom_op``'s. All
+outputs are contiguous and alias nothing.
 """
 
 from typing import Any

@@ -148,9 +148,9 @@ class Plan:
         self, a: Tensor, b: Tensor, bias: Tensor | None, aux: Tensor | None, compute_name: str, tune: bool
     ) -> None:
         """Find the algorithm with nvmath's ``Matmul``."""
-        from nvmath.linalg.advanced import Matmul, MatmulEpilog, MatmulOptions
         from nvmath.bindings import cublas
         from nvmath.bindings.cublasLt import cuBLASLtError
+        from nvmath.linalg.advanced import Matmul, MatmulEpilog, MatmulOptions
 
         epilog = None if self.epilog is Epilog.DEFAULT else MatmulEpilog[self.epilog]
         inputs = {} if bias is None else {"bias": bias}
@@ -184,9 +184,9 @@ class Plan:
 
     def _describe(self, a: _Operand, b: _Operand, compute_name: str) -> None:
         """Make the descriptors that :meth:`run` launches with, attribute by attribute as nvmath makes them."""
+        from nvmath import CudaDataType
         from nvmath.bindings import cublas
         from nvmath.bindings import cublasLt as lt
-        from nvmath import CudaDataType
 
         self._launch, self._set_attribute = lt.matmul, lt.matmul_desc_set_attribute
         self._handle = _handle(self.device.index)
@@ -213,8 +213,12 @@ class Plan:
             relu = "RELU" in self.epilog
             self._aux_rows = relu_aux_rows(self.m) if relu else gelu_aux_rows(self.m)
             self._aux_dtype = torch.uint8 if relu else self.dtype
-            put(attributes.EPILOGUE_AUX_LD, self._aux_rows * 8 if relu else self._aux_rows)  # in elements: bits, for ReLU
-        if self.epilog is Epilog.BGRADB:  # cuBLASLt wants B transposed for this one: describe Bᵀ and ask for its transpose
+            put(
+                attributes.EPILOGUE_AUX_LD, self._aux_rows * 8 if relu else self._aux_rows
+            )  # in elements: bits, for ReLU
+        if (
+            self.epilog is Epilog.BGRADB
+        ):  # cuBLASLt wants B transposed for this one: describe Bᵀ and ask for its transpose
             put(attributes.TRANSB, cublas.Operation.T)
             b = b.transposed()
 
@@ -322,8 +326,8 @@ class PlanCache:
                 return plan
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"no plan yet for {epilog} of {tuple(a.shape)} {tuple(b.shape)}, and planning synchronises, which a "
-                    "CUDA graph capture forbids: run the same shapes once before capturing"
+                    f"no plan yet for {epilog} of {tuple(a.shape)} {tuple(b.shape)}, and planning synchronises, "
+                    "which a CUDA graph capture forbids: run the same shapes once before capturing"
                 )
             stats.plan_misses += 1
             try:
