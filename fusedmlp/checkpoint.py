@@ -41,13 +41,20 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(m[1]) for m in names if m)
 
 
-def save(directory: Path, step: int, payload: dict[str, Any], keep_last: int) -> Path:
-    """Write the checkpoint of ``step``, then remove all but the newest ``keep_last`` and the best."""
+def save(
+    directory: Path, step: int, payload: dict[str, Any], keep_last: int, best_val_loss: float | None = None
+) -> Path:
+    """Write the checkpoint of ``step``, then remove all but the newest ``keep_last`` and the best.
+
+    ``best_val_loss`` is given when this step has the lowest validation loss so far.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     for leftover in directory.glob("*.tmp"):
         leftover.unlink()
     path = path_of(directory, step)
     write_atomic(path, lambda f: torch.save({"format": FORMAT, **payload}, f))
+    if best_val_loss is not None:
+        write_atomic(directory / "best.json", json.dumps({"step": step, "val_loss": best_val_loss}))
     best = best_step(directory)
     for old in steps_in(directory)[:-keep_last]:
         if old != best:
@@ -55,14 +62,8 @@ def save(directory: Path, step: int, payload: dict[str, Any], keep_last: int) ->
     return path
 
 
-def mark_best(directory: Path, step: int, val_loss: float) -> None:
-    """Record that the checkpoint of ``step`` has the lowest validation loss so far."""
-    directory.mkdir(parents=True, exist_ok=True)
-    write_atomic(directory / "best.json", json.dumps({"step": step, "val_loss": val_loss}))
-
-
 def best_step(directory: Path) -> int | None:
-    """The step that :func:`mark_best` recorded, where its checkpoint is still there."""
+    """The step that best.json names, where its checkpoint is still there."""
     try:
         step = int(json.loads((directory / "best.json").read_text())["step"])
     except (OSError, ValueError, KeyError, TypeError):

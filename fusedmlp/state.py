@@ -60,8 +60,8 @@ class State:
             return x, y
         return x.pin_memory().to(self.device, non_blocking=True), y.pin_memory().to(self.device, non_blocking=True)
 
-    def save(self) -> Path:
-        """Write a checkpoint of this step."""
+    def save(self, best: bool) -> Path:
+        """Write a checkpoint of this step; ``best`` says that its validation loss is the lowest so far."""
         payload = {
             "step": self.step,
             "model": self.model.state_dict(),
@@ -75,7 +75,8 @@ class State:
             "dtype": str(self.dtype),
         }
         directory = checkpoint.directory_of(self.run_dir)
-        return checkpoint.save(directory, self.step, payload, self.config.trainer.keep_last)
+        keep_last = self.config.trainer.keep_last
+        return checkpoint.save(directory, self.step, payload, keep_last, self.best_val_loss if best else None)
 
     def restore(self, path: Path) -> None:
         """Continue from a checkpoint: weights, optimizer, scaler and step. Batches and dropout follow from the step.

@@ -172,7 +172,7 @@ class BPETokenizer(Tokenizer):
         """Have the ids of all ``words`` in ``_ids_of_word``, as the bytes of a uint32 array."""
         if len(self._ids_of_word) > MAX_REMEMBERED:
             self._ids_of_word.clear()
-        new = sorted(words.difference(self._ids_of_word))
+        new = list(words.difference(self._ids_of_word))
         encoded = self._inner.encode_batch_fast(new, add_special_tokens=False)
         self._ids_of_word.update((w, np.array(e.ids, np.uint32).tobytes()) for w, e in zip(new, encoded, strict=True))
 

@@ -224,7 +224,7 @@ class Loop:
                 self._log(step, row, bar)
             if _due(step, t.save_every) or last or improved:
                 self._require_finite(loss, step)
-                self._beside("save", lambda improved=improved: self._save(improved))
+                self._beside("save", lambda improved=improved: self.state.save(best=improved))
             if stop.received:
                 log.warning("%s: saved step %d and leaving", stop.received.name, step)
                 break
@@ -285,12 +285,6 @@ class Loop:
         for text in samples(self.state):
             log.info("--- sample at step %d\n%s", self.state.step, text)
             self.tracker.text(self.state.step, "sample", text)
-
-    def _save(self, improved: bool) -> None:
-        self.state.save()
-        if improved and self.state.best_val_loss is not None:
-            directory = checkpoint.directory_of(self.state.run_dir)
-            checkpoint.mark_best(directory, self.state.step, self.state.best_val_loss)
 
     def _require_finite(self, loss: Tensor, step: int) -> None:
         if not torch.isfinite(loss):
