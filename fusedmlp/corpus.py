@@ -106,8 +106,11 @@ def documents(config: DataConfig) -> Documents:
 
 
 def _stdlib(root: Path) -> list[Path]:
-    """Python's own sources, sorted by relative path so that every machine reads them in the same order."""
-    foreign = {"site-packages", "dist-packages", "__pycache__"}
+    """Python's own sources, sorted by relative path so that every machine reads them in the same order.
+
+    Its test suites are left out: many distributions do not ship them.
+    """
+    foreign = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
     inside = (path.relative_to(root) for path in root.rglob("*.py") if path.is_file())
     return [root / path for path in sorted(p for p in inside if not foreign & set(p.parts))]
 
