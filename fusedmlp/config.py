@@ -261,7 +261,7 @@ class OptimConfig:
 class TrainerConfig:
     """The training loop. Every ``*_every`` counts optimizer steps; 0 switches that activity off."""
 
-    max_steps: int = 500
+    max_steps: int = 800
     """Optimizer steps."""
     batch_size: int = 16
     """Sequences per device and micro-step."""
