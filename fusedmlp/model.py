@@ -99,10 +99,10 @@ class GPT(nn.Module):
         logits = F.linear(self.hidden(tokens), self.tokens.weight)  # (B, T, padded V)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    def next_logits(self, tokens: Tensor) -> Tensor:
-        """(B, T) token ids -> (B, V) logits, fp32, of the token after the last."""
-        last = self.hidden(tokens)[:, -1]
-        return F.linear(last, self.tokens.weight)[:, : self.vocab_size].float()
+    def next_logits(self, tokens: Tensor, position: int = -1) -> Tensor:
+        """(B, T) token ids -> (B, V) logits, fp32, of the token after the one at ``position``."""
+        chosen = self.hidden(tokens)[:, position]
+        return F.linear(chosen, self.tokens.weight)[:, : self.vocab_size].float()
 
     def parameter_count(self) -> int:
         """All parameters; the head shares the embedding's."""

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fusedmlp.model import GPT
 
@@ -28,6 +29,11 @@ def choose(logits: Tensor, *, temperature: float, top_k: int, top_p: float, gene
     return ids.gather(1, torch.multinomial(probabilities, 1, generator=generator))
 
 
+def bucket(length: int) -> int:
+    """``length`` rounded up to a power of two, at least 32: a few shapes instead of one for each length."""
+    return max(32, 1 << (length - 1).bit_length())
+
+
 @torch.no_grad()
 def extend(
     model: GPT,
@@ -49,7 +55,12 @@ def extend(
     was_training = model.training
     model.eval()
     for _ in range(max_new_tokens):
-        logits = model.next_logits(tokens[:, -model.config.block_size :])
+        window = tokens[:, -model.config.block_size :]
+        length = window.shape[1]
+        # A length that changes with every token would want new plans with every token. Attention is causal, so padding
+        # behind the last token changes nothing before it.
+        padded = F.pad(window, (0, min(bucket(length), model.config.block_size) - length))
+        logits = model.next_logits(padded, length - 1)
         token = choose(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         if stop is not None and token.item() == stop:
             break
