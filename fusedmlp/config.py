@@ -1,8 +1,9 @@
 """The configuration: every key, its type, its default, and what values it may take.
 
 YAML under ``conf/`` holds values; this file holds types. A composed Hydra config is converted once, by :func:`load`,
-into the dataclasses below; no ``DictConfig`` travels further inward. Everything wrong with a config is reported
-together, before any data is read, as one :class:`ConfigError`.
+into the dataclasses below; no ``DictConfig`` travels further inward. What is wrong with a config is reported before any
+data is read, as one :class:`ConfigError`: first all unset and broken values, then all sections, then what concerns
+several of them.
 
 This room knows nothing of torch, so that a wrong key is refused within a second.
 """
@@ -155,7 +156,7 @@ class MLPConfig:
         c.choice("on_unsupported", "fallback", "error")
         c.choice("search", "measured", "heuristic")
         c.choice("compute_type", None, *COMPUTE_TYPES)
-        c.that(self.plan_store != "", "mlp.plan_store is empty; give a path or null")
+        c.that(self.plan_store is None, "mlp.plan_store is not available yet; plans live as long as the process")
         c.done()
 
 
@@ -406,7 +407,8 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         """Validate."""
         c = Checks(self, "")
-        c.number("max_new_tokens", "top_k", "temperature", "seed", ge=0)
+        c.number("max_new_tokens", "top_k", "temperature", ge=0)
+        c.number("seed", ge=0, lt=2**63)
         c.number("top_p", gt=0, le=1)
         c.choice("precision", "auto", "fp32", "bf16", "fp16")
         _check_device(c)
@@ -435,13 +437,17 @@ def schema_keys(schema: type, prefix: str = "") -> list[str]:
 
 
 def nearest_key(key: str, schema: type) -> str | None:
-    """The existing dotted key that looks most like ``key``: whole keys first, then the last word anywhere."""
+    """The existing dotted key that looks most like ``key``: the same last word elsewhere, else similar spelling."""
     keys = schema_keys(schema)
-    close = difflib.get_close_matches(key.lower(), keys, n=1, cutoff=0.6)
+    last = key.lower().rpartition(".")[2]
+    by_word: dict[str, str] = {}
+    for k in keys:
+        by_word.setdefault(k.rpartition(".")[2], k)
+    if last in by_word and by_word[last] != key:
+        return by_word[last]
+    close = difflib.get_close_matches(key.lower(), keys, n=1, cutoff=0.75)
     if close:
         return close[0]
-    last = key.rpartition(".")[2].lower()
-    by_word = {k.rpartition(".")[2]: k for k in keys}
     close = difflib.get_close_matches(last, list(by_word), n=1, cutoff=0.6)
     return by_word[close[0]] if close else None
 

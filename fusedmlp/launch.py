@@ -9,6 +9,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -52,13 +53,22 @@ def main(config_name: str, schema: type, task: Callable[[Any], Any]) -> None:
         _refuse(["--local-rank comes from torch.distributed.launch, which is deprecated: use torchrun"])
     register()
 
+    composed = False
+
     def job(cfg: DictConfig) -> Any:
+        nonlocal composed
+        composed = True
+        runtime = HydraConfig.get().runtime
         # Relative paths mean the folder where the command was started, whatever hydra.job.chdir says.
-        os.chdir(HydraConfig.get().runtime.cwd)
-        config = load(cfg, schema)
-        if getattr(config, "run_dir", "") is None:
-            config.run_dir = HydraConfig.get().runtime.output_dir
-        return task(config)
+        os.chdir(runtime.cwd)
+        try:
+            config = load(cfg, schema)
+            if getattr(config, "run_dir", "") is None:
+                config.run_dir = runtime.output_dir
+            return task(config)
+        finally:
+            with suppress(OSError):  # Hydra made a folder; a refused or dry run leaves it empty
+                os.rmdir(runtime.output_dir)
 
     # Hydra would otherwise print errors itself and exit with status 1, whatever they are.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
@@ -68,6 +78,10 @@ def main(config_name: str, schema: type, task: Callable[[Any], Any]) -> None:
         _refuse(error.problems)
     except (CompactHydraException, HydraException, OmegaConfBaseException) as error:
         _refuse(_explain(error, schema))
+    except ValueError as error:
+        if composed:
+            raise
+        _refuse(_explain(error, schema))  # Hydra's defaults list, given a number or null for a config group
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
@@ -81,6 +95,10 @@ def _explain(error: Exception, schema: type) -> list[str]:
     key = getattr(cause, "full_key", None)
     first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
     words = str(error) + str(cause)
+    if "Available options" in words or "parsing override" in words:
+        return [" ".join(str(error).partition("Config search path")[0].split())]
+    if "is not a ListConfig" in words:
+        return [f"{key} is a list: write {key}=[A,B]"]
     if key and ("not in struct" in words or "not in '" in words):
         return [unknown_key(key, schema)]
     return [f"{key}: {first}" if key and key not in first else first]

@@ -171,7 +171,7 @@ class Plan:
         except torch.OutOfMemoryError:
             raise
         except (ValueError, TypeError, RuntimeError, cuBLASLtError) as error:  # nvmath's own checks, and the library's
-            raise Unsupported(f"{self}: {error}") from error
+            raise Unsupported(f"{self}: {' '.join(str(error).split())}") from error
         stats.plan_ms += (planned - start) * 1e3
         stats.tune_ms += (time.perf_counter() - planned) * 1e3
         self._algorithm = np.ascontiguousarray(found["algo"])
@@ -281,8 +281,8 @@ class Plan:
         self._set_attribute(self._desc, attribute, self._pointer_ptr, 8)
 
     def __str__(self) -> str:
-        """The problem, as error messages name it."""
-        return f"{self.epilog} of ({self.m} x {self.k}) ({self.k} x {self.n}) in {DTYPES[self.dtype]}"
+        """The problem as refusals name it: without the number of tokens, so that one constraint is one reason."""
+        return f"{self.epilog} in {DTYPES[self.dtype]} with {self.m} rows and K={self.k}"
 
     def __del__(self) -> None:
         """Destroy the descriptors; launched work does not need them any more."""
@@ -321,7 +321,7 @@ class PlanCache:
             if plan is not None:
                 self._plans.move_to_end(key)
                 if isinstance(plan, Unsupported):
-                    raise plan
+                    raise Unsupported(str(plan))  # a new one: raising would hang a traceback on the remembered one
                 stats.plan_hits += 1
                 return plan
             if torch.cuda.is_current_stream_capturing():

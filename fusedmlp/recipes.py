@@ -41,6 +41,7 @@ from fusedmlp.plans import Unsupported
 log = logging.getLogger(__name__)
 
 ACTIVATIONS = ("gelu", "relu")
+MAX_REFUSED = 4096
 Gemm = Callable[..., Result]
 T = TypeVar("T")
 
@@ -189,7 +190,10 @@ def _execute(
             return recipe(gemm)
         except Unsupported as refusal:
             reason = str(refusal)
-            _refused[problem] = reason
+            with _lock:
+                if len(_refused) >= MAX_REFUSED:  # one for each number of tokens: bounded, and cheap to find out again
+                    _refused.clear()
+                _refused[problem] = reason
     if options.on_unsupported == "error":
         raise Unsupported(f"fused MLP {what}: {reason}")
     with _lock:

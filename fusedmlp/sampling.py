@@ -19,7 +19,9 @@ def choose(logits: Tensor, *, temperature: float, top_k: int, top_p: float, gene
     """
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    ordered, ids = (logits / temperature).sort(dim=-1, descending=True, stable=True)
+    # Relative to the largest, so that a tiny temperature gives -inf and not inf.
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
     if top_k:
         ordered[:, top_k:] = -torch.inf
     probabilities = ordered.softmax(dim=-1)
@@ -54,16 +56,18 @@ def extend(
     generator = torch.Generator(device=tokens.device).manual_seed(seed)
     was_training = model.training
     model.eval()
-    for _ in range(max_new_tokens):
-        window = tokens[:, -model.config.block_size :]
-        length = window.shape[1]
-        # A length that changes with every token would want new plans with every token. Attention is causal, so padding
-        # behind the last token changes nothing before it.
-        padded = F.pad(window, (0, min(bucket(length), model.config.block_size) - length))
-        logits = model.next_logits(padded, length - 1)
-        token = choose(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        if stop is not None and token.item() == stop:
-            break
-        tokens = torch.cat((tokens, token), dim=1)
-    model.train(was_training)
+    try:
+        for _ in range(max_new_tokens):
+            window = tokens[:, -model.config.block_size :]
+            length = window.shape[1]
+            # A length that changes with every token would want new plans with every token. Attention is causal, so
+            # padding behind the last token changes nothing before it.
+            padded = F.pad(window, (0, min(bucket(length), model.config.block_size) - length))
+            logits = model.next_logits(padded, length - 1)
+            token = choose(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+            if stop is not None and token.item() == stop:
+                break
+            tokens = torch.cat((tokens, token), dim=1)
+    finally:
+        model.train(was_training)
     return tokens

@@ -121,6 +121,7 @@ class Counting:
     def __init__(self, block_size=4, vocab=10):
         self.config, self.vocab, self.training = SimpleNamespace(block_size=block_size), vocab, True
         self.shown: list[list[int]] = []
+        self.widths: set[int] = set()
 
     def train(self, mode=True):
         self.training = mode
@@ -128,12 +129,15 @@ class Counting:
     def eval(self):
         self.training = False
 
-    def next_logits(self, tokens):
+    def next_logits(self, tokens, position=-1):
         assert not self.training
         assert not torch.is_grad_enabled()
-        self.shown.append(tokens[0].tolist())
+        assert tokens.shape[1] <= self.config.block_size
+        position %= tokens.shape[1]
+        self.widths.add(tokens.shape[1])
+        self.shown.append(tokens[0, : position + 1].tolist())  # behind it is padding, which causal attention ignores
         logits = torch.full((1, self.vocab), -1e9)
-        logits[0, (tokens[0, -1] + 1) % self.vocab] = 0.0
+        logits[0, (tokens[0, position] + 1) % self.vocab] = 0.0
         return logits
 
 
@@ -159,6 +163,23 @@ def test_the_window_slides():
     model = Counting(block_size=2)
     extend(model, torch.tensor([[5, 6, 7, 8]]), 1)
     assert model.shown == [[7, 8]]
+
+
+def test_few_shapes_are_asked_for():
+    model = Counting(block_size=100, vocab=300)
+    extend(model, torch.tensor([[0]]), 250)
+    assert len(model.widths) <= 4  # each new shape would want new plans
+    assert [len(s) for s in model.shown] == [min(i, 100) for i in range(1, 251)]
+
+
+def test_padding_does_not_change_what_is_generated():
+    model = GPT(ModelConfig(n_layer=2, n_head=2, d_model=16, block_size=48), 60).double().eval()
+    tokens = torch.tensor([[7]])
+    for _ in range(60):
+        with torch.no_grad():  # the last token of an unpadded window
+            token = model.next_logits(tokens[:, -48:]).argmax(dim=-1, keepdim=True)
+        tokens = torch.cat((tokens, token), dim=1)
+    assert extend(model, torch.tensor([[7]]), 60, temperature=0).tolist() == tokens.tolist()
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -199,7 +199,7 @@ def test_resume_auto_starts_where_there_is_nothing_and_passes_over_damage(small,
     newest.write_bytes(newest.read_bytes()[:-100])
     config.trainer.max_steps = 25
     train(config)
-    assert "step_00000020.pt is passed over" in caplog.text
+    assert "step_00000020.pt: it is not a whole checkpoint" in caplog.text
     assert [r["step"] for r in rows_of(config)] == list(range(1, 26))
 
 
