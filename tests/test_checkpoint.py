@@ -184,7 +184,7 @@ def test_a_flipped_bit_in_a_tensor_is_noticed(sound, tmp_path):
     for position in [inside[0], inside[-1], *draw.sample(inside, 100)]:
         path.write_bytes(flipped(content, position, 1 << draw.randrange(8)))
         assert "damaged" in damage(path), position
-        with pytest.raises(ConfigError, match="checksum"):
+        with pytest.raises(ConfigError, match="damaged"):
             load(path)
 
 
@@ -229,8 +229,10 @@ def test_newest_valid_passes_over_damage_with_a_warning_each(tmp_path, caplog):
     path_of(tmp_path, 3).write_bytes(b"")
     with caplog.at_level(logging.WARNING, logger="fusedmlp"):
         assert newest_valid(tmp_path) == path_of(tmp_path, 2)
-    assert [r.args[0].name for r in caplog.records] == ["step_00000004.pt", "step_00000003.pt"]
-    assert "is passed over" in caplog.text
+    first, second = (r.getMessage() for r in caplog.records)
+    assert "step_00000004.pt" in first
+    assert "step_00000003.pt" in second
+    assert "passed over" in first
 
 
 def test_newest_valid_of_nothing(tmp_path):

@@ -499,7 +499,7 @@ def test_a_dry_run_reads_relative_files_from_where_it_was_started(tmp_path):
         cwd=start,
     )
     assert done.returncode == 0, done.stderr
-    printed = [line.removeprefix("reading ") for line in done.stdout.splitlines() if line.startswith("reading ")]
+    printed = [line.removeprefix("reading ") for line in done.stderr.splitlines() if line.startswith("reading ")]
     assert [Path(p).resolve() for p in printed] == [tmp_path / "my.txt"]
     assert "max_steps: 77\n" in done.stdout
 
@@ -592,7 +592,7 @@ def test_other_errors_are_not_hidden(command):
         ("model.n_layer=null", "model.n_layer"),
         ("optim.lr=${oops}", "optim.lr: Interpolation key 'oops' not found"),
         ("dry_run=maybe", "dry_run: Value 'maybe' is not a valid bool"),
-        ("tracking.tags=one", "tracking.tags: "),
+        ("tracking.tags=one", "tracking.tags is a list: write tracking.tags=[A,B]"),
         ("seed", "'seed'"),
         ("device=gpu", "device='gpu' is not one of auto, cpu, cuda, cuda:N"),
         ("mlp.engine=nvmth", "did you mean nvmath?"),
