@@ -37,7 +37,26 @@ class Checks:
 
     def choice(self, key: str, *allowed: str | None) -> None:
         """``key`` must be one of ``allowed``; the closest one is suggested."""
-        value = getattr(self.section, key)
+        self._one_of(key, getattr(self.section, key), allowed)
+
+    def choices(self, key: str, *allowed: str) -> None:
+        """``key``, a list, must hold at least one item, each of ``allowed`` and each once."""
+        values = getattr(self.section, key)
+        for value in values:
+            self._one_of(key, value, allowed)
+        self._a_set(key, values)
+
+    def numbers(self, key: str, *, ge: int) -> None:
+        """``key``, a list of integers, must hold at least one, each at least ``ge`` and each once."""
+        values = getattr(self.section, key)
+        self.problems += [f"{self.prefix}{key} holds {v}, which must be >= {ge}" for v in values if v < ge]
+        self._a_set(key, values)
+
+    def _a_set(self, key: str, values: list[Any]) -> None:
+        self.that(bool(values), f"{self.prefix}{key} is empty; give at least one")
+        self.that(len(set(values)) == len(values), f"{self.prefix}{key} holds an item twice")
+
+    def _one_of(self, key: str, value: Any, allowed: tuple[str | None, ...]) -> None:
         if value in allowed:
             return
         words = ["null" if a is None else a for a in allowed]
@@ -142,11 +161,12 @@ class MLPConfig:
     on_unsupported: str = "fallback"
     """What the engine cannot do: ``fallback`` computes it with torch operations and says so once; ``error`` raises."""
     search: str = "measured"
-    """How an algorithm is chosen for a GEMM: ``measured`` (autotuned) or ``heuristic`` (cuBLASLt's first)."""
+    """``measured`` autotunes each GEMM and races the recipes; ``heuristic`` takes cuBLASLt's first and a rule."""
     compute_type: str | None = None
     """cuBLASLt compute type; null takes the usual one for the dtype (COMPUTE_32F)."""
-    plan_store: str | None = None
-    """File that keeps autotuned algorithms between runs; null keeps them in the process only."""
+    plan_store: str | None = "auto"
+    """File that keeps autotuned algorithms and races between runs: a path, ``auto`` for one in the cache directory, or
+    null to keep them in the process only."""
 
     def __post_init__(self) -> None:
         """Validate."""
@@ -156,7 +176,7 @@ class MLPConfig:
         c.choice("on_unsupported", "fallback", "error")
         c.choice("search", "measured", "heuristic")
         c.choice("compute_type", None, *COMPUTE_TYPES)
-        c.that(self.plan_store is None, "mlp.plan_store is not available yet; plans live as long as the process")
+        c.that(self.plan_store != "", "mlp.plan_store is empty; give a path, auto or null")
         c.done()
 
 
@@ -418,6 +438,74 @@ class GenerateConfig:
         c.done()
 
 
+# How an MLP may be computed in ``bench=mlp``; what each of them is: fusedmlp/mlp_arms.py.
+BENCH_ARMS = (
+    "fused",
+    "eager",
+    "compile",
+    "max-autotune",
+    "addmm_activation",
+    "gemm_floor",
+    "transformer_engine",
+    "flash_attn",
+    "apex",
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class BenchConfig:
+    """Everything ``python -m fusedmlp.bench`` needs."""
+
+    bench: str = "all"
+    """What to measure: ``gemm`` (epilogs), ``mlp``, ``precision`` (compute types), ``host`` (cost of a call), ``all``."""
+    device: str = "auto"
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
+    run_dir: str | None = None
+    """Where NAME.json, NAME.md and NAME.png go; null makes a new directory under runs/."""
+    name: str | None = None
+    """Name of the files; null takes the bench's. With ``bench=all`` they are called NAME_gemm, NAME_mlp, ..."""
+    widths: list[int] = field(default_factory=lambda: [768, 1024, 1280, 1600, 2048, 4096])
+    """Widths of the model; hidden layers are four times as wide."""
+    tokens: int = 16384
+    """Rows of the input. ``bench=host`` has tiny shapes of its own."""
+    activations: list[str] = field(default_factory=lambda: ["gelu", "relu"])
+    """``gelu`` (tanh approximation), ``relu``."""
+    dtypes: list[str] = field(default_factory=lambda: ["bf16"])
+    """``bf16``, ``fp16``, ``fp32``. ``bench=precision`` takes all of them, ``bench=host`` the first."""
+    passes: list[str] = field(default_factory=lambda: ["training", "inference"])
+    """``training`` (forward and backward), ``inference`` (no gradients)."""
+    arms: list[str] | None = None
+    """Who takes part in ``bench=mlp``; null means everybody who can."""
+    rounds: int = 40
+    """Times that each arm is measured; the arms take turns."""
+    block_ms: float = 10.0
+    """An arm's turn lasts about this long, milliseconds."""
+    seed: int = 1337
+    """Seeds the operands and the bootstrap."""
+    mlp: MLPConfig = field(default_factory=MLPConfig)
+    """Options of the fused arm."""
+
+    def __post_init__(self) -> None:
+        """Validate."""
+        c = Checks(self, "")
+        c.choice("bench", "gemm", "mlp", "precision", "host", "all")
+        _check_device(c)
+        for key in ("run_dir", "name"):
+            c.that(getattr(self, key) != "", f"{key} is empty; give a {'path' if key == 'run_dir' else 'name'} or null")
+        c.that("/" not in (self.name or ""), f"name={self.name!r} is no file name; the directory is run_dir")
+        c.numbers("widths", ge=1)
+        c.choices("activations", "gelu", "relu")
+        c.choices("dtypes", "bf16", "fp16", "fp32")
+        c.choices("passes", "training", "inference")
+        if self.arms is not None:
+            c.choices("arms", *BENCH_ARMS)
+        c.number("tokens", "rounds", ge=1)
+        c.number("block_ms", gt=0)
+        c.number("seed", ge=0, lt=2**63)
+        c.that(self.mlp.backend == "fused", "mlp.backend=torch has no options to measure; it is the arm eager")
+        c.done()
+
+
 def _check_device(c: Checks) -> None:
     kind, _, index = str(c.section.device).partition(":")
     ok = (kind in ("auto", "cpu", "cuda") and not index and ":" not in c.section.device) or (
@@ -542,3 +630,4 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(name="train_schema", node=Config)
     store.store(name="generate_schema", node=GenerateConfig)
+    store.store(name="bench_schema", node=BenchConfig)

@@ -25,3 +25,8 @@ def write_atomic(path: Path, content: str | Callable[[BinaryIO], object]) -> Non
         os.fsync(folder)  # the rename itself must survive a power cut
     finally:
         os.close(folder)
+
+
+def cache_directory() -> Path:
+    """Where things are kept between runs: ``$FUSEDMLP_CACHE``, else ``~/.cache/fusedmlp``."""
+    return Path(os.environ.get("FUSEDMLP_CACHE") or "~/.cache/fusedmlp").expanduser().absolute()

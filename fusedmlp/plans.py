@@ -16,20 +16,25 @@ Letters M, N, K, A, B, D: see :mod:`fusedmlp.epilogs`. Sources: the cuBLASLt API
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fusedmlp.environment import describe
 from fusedmlp.epilogs import HAS_BIAS, READS_AUX, WRITES_AUX, WRITES_BGRAD, Epilog, Result, gelu_aux_rows, relu_aux_rows
+from fusedmlp.files import cache_directory
+from fusedmlp.store import Algorithm, PlanStore
 
 WORKSPACE_LIMIT = 32 * 2**20  # bytes; NVIDIA's advice for Hopper. Planning and execution must agree on it.
 MAX_PLANS = 512  # least recently used plans go first; a plan is a few kilobytes of host memory
 MAX_ALGORITHMS = 8  # asking the heuristic for more returned no more
 TUNE_ITERATIONS = 5
+MAX_TUNED = 16  # plans of one epilog and width that are autotuned: further token counts take the heuristic's first
 
 # nvmath logs every phase at INFO and, when INFO is on, times each call with a synchronisation.
 _nvmath_log = logging.getLogger("fusedmlp.nvmath")
@@ -99,6 +104,10 @@ class _Operand:
             return cls(rows, cols, max(cols, s0), False, alignment)
         raise Unsupported(f"a matrix with strides {(s0, s1)} is neither row-major nor column-major")
 
+    def __str__(self) -> str:
+        """For keys of the plan store: shape, order and leading dimension, alignment."""
+        return f"{self.rows}x{self.cols}{'c' if self.column_major else 'r'}{self.ld}@{self.alignment}"
+
     def transposed(self) -> "_Operand":
         return _Operand(self.cols, self.rows, self.ld, not self.column_major, self.alignment)
 
@@ -111,6 +120,7 @@ class Plan:
         a, b, bias, aux: operands as :meth:`run` takes them; planning and autotuning read them.
         compute_type: a name of :data:`COMPUTE_TYPES`, or None for COMPUTE_32F.
         tune: time the heuristic's algorithms and take the fastest, instead of the first.
+        stored: the algorithm to use, if cuBLASLt still accepts it: no search then.
 
     Raises:
         Unsupported: cuBLASLt or nvmath refuses the problem.
@@ -125,16 +135,31 @@ class Plan:
         aux: Tensor | None,
         compute_type: str | None,
         tune: bool,
+        stored: Algorithm | None = None,
     ) -> None:
         self._descriptors: list[tuple[Any, int]] = []  # (destroy, handle)
+        self._library_error: type[Exception] = RuntimeError
         self.epilog = epilog
         self.m, self.k = a.shape
         self.n = b.shape[1]
         self.dtype, self.device = a.dtype, a.device
         compute_name = compute_type or "COMPUTE_32F"
         with torch.cuda.device(self.device):
-            self._search(a, b, bias, aux, compute_name, tune)
-            self._describe(_Operand.of(a), _Operand.of(b), compute_name)
+            try:
+                self._describe(_Operand.of(a), _Operand.of(b), compute_name)
+                if stored is None or not self._accepts(stored):
+                    stored = self._search(a, b, bias, aux, compute_name, tune)
+            except torch.OutOfMemoryError:
+                raise
+            except (ValueError, TypeError, RuntimeError, self._library_error) as error:
+                # nvmath's own checks, and the library's
+                raise Unsupported(f"{self}: {' '.join(str(error).split())}") from error
+        self.algorithm = stored
+        self._algorithm = np.frombuffer(stored.data, np.uint64).copy()
+        self._algorithm_ptr = self._algorithm.ctypes.data
+        # nvmath adds 16 bytes for a library problem with epilogs.
+        self.workspace_bytes = stored.workspace_bytes + 16 if stored.workspace_bytes else 0
+        stats.workspace_mib = max(stats.workspace_mib, self.workspace_bytes / 2**20)
         scale = np.float16 if compute_name == "COMPUTE_16F" else np.float32
         self._alpha, self._beta = np.ones(1, scale), np.zeros(1, scale)
         self._alpha_ptr, self._beta_ptr = self._alpha.ctypes.data, self._beta.ctypes.data
@@ -144,12 +169,24 @@ class Plan:
         self._pointer = np.zeros(1, np.int64)
         self._pointer_ptr = self._pointer.ctypes.data
 
+    def _accepts(self, algorithm: Algorithm) -> bool:
+        """Whether cuBLASLt takes a stored algorithm for this very problem, within the workspace limit."""
+        from nvmath.bindings import cublasLt as lt
+
+        data = np.frombuffer(algorithm.data, np.uint64).copy()
+        result = lt.MatmulHeuristicResult(1)
+        layouts = (self._a_layout, self._b_layout, self._d_layout, self._d_layout)
+        try:
+            lt.matmul_algo_check(self._handle, self._desc, *layouts, data.ctypes.data, result.ptr)
+        except lt.cuBLASLtError:
+            return False
+        return int(np.max(result["workspace_size"])) <= min(algorithm.workspace_bytes, WORKSPACE_LIMIT)
+
     def _search(
         self, a: Tensor, b: Tensor, bias: Tensor | None, aux: Tensor | None, compute_name: str, tune: bool
-    ) -> None:
+    ) -> Algorithm:
         """Find the algorithm with nvmath's ``Matmul``."""
         from nvmath.bindings import cublas
-        from nvmath.bindings.cublasLt import cuBLASLtError
         from nvmath.linalg.advanced import Matmul, MatmulEpilog, MatmulOptions
 
         epilog = None if self.epilog is Epilog.DEFAULT else MatmulEpilog[self.epilog]
@@ -160,27 +197,16 @@ class Plan:
             compute_type=cublas.ComputeType[compute_name], memory_limit=WORKSPACE_LIMIT, logger=_nvmath_log
         )
         start = time.perf_counter()
-        try:
-            with Matmul(a, b, options=options) as matmul:
-                matmul.plan(epilog=epilog, epilog_inputs=inputs or None, preferences={"limit": MAX_ALGORITHMS})
-                planned = time.perf_counter()
-                if tune:
-                    matmul.autotune(iterations=TUNE_ITERATIONS)
-                found = matmul.algorithms[0].as_numpy()
-                torch.cuda.synchronize()  # autotuning's buffers are freed on leaving
-        except torch.OutOfMemoryError:
-            raise
-        except (ValueError, TypeError, RuntimeError, cuBLASLtError) as error:  # nvmath's own checks, and the library's
-            raise Unsupported(f"{self}: {' '.join(str(error).split())}") from error
+        with Matmul(a, b, options=options) as matmul:
+            matmul.plan(epilog=epilog, epilog_inputs=inputs or None, preferences={"limit": MAX_ALGORITHMS})
+            planned = time.perf_counter()
+            if tune:
+                matmul.autotune(iterations=TUNE_ITERATIONS)
+            found = matmul.algorithms[0].as_numpy()
+            torch.cuda.synchronize()  # autotuning's buffers are freed on leaving
         stats.plan_ms += (planned - start) * 1e3
         stats.tune_ms += (time.perf_counter() - planned) * 1e3
-        self._algorithm = np.ascontiguousarray(found["algo"])
-        self._algorithm_ptr = self._algorithm.ctypes.data
-        # nvmath adds 16 bytes for a library problem with epilogs.
-        self.workspace_bytes = int(found["workspace_size"][0])
-        if self.workspace_bytes:
-            self.workspace_bytes += 16
-        stats.workspace_mib = max(stats.workspace_mib, self.workspace_bytes / 2**20)
+        return Algorithm(found["algo"].tobytes(), int(found["workspace_size"][0]))
 
     def _describe(self, a: _Operand, b: _Operand, compute_name: str) -> None:
         """Make the descriptors that :meth:`run` launches with, attribute by attribute as nvmath makes them."""
@@ -188,6 +214,7 @@ class Plan:
         from nvmath.bindings import cublas
         from nvmath.bindings import cublasLt as lt
 
+        self._library_error = lt.cuBLASLtError
         self._launch, self._set_attribute = lt.matmul, lt.matmul_desc_set_attribute
         self._handle = _handle(self.device.index)
         kinds = {
@@ -208,6 +235,9 @@ class Plan:
 
         if self.epilog is not Epilog.DEFAULT:
             put(attributes.EPILOGUE, lt.Epilogue[self.epilog])
+            # cuBLASLt refuses to look at a problem whose pointers are null; run() sets the real ones.
+            put(attributes.BIAS_POINTER, 256)
+            put(attributes.EPILOGUE_AUX_POINTER, 256)
         self._aux_rows = 0
         if self.epilog in WRITES_AUX | READS_AUX:
             relu = "RELU" in self.epilog
@@ -297,6 +327,7 @@ class PlanCache:
     def __init__(self, capacity: int = MAX_PLANS) -> None:
         self.capacity = capacity
         self._plans: OrderedDict[tuple[Any, ...], Plan | Unsupported] = OrderedDict()
+        self._tuned: Counter[tuple[Any, ...]] = Counter()
         self._lock = threading.RLock()
 
     def find(
@@ -330,9 +361,17 @@ class PlanCache:
                     "which a CUDA graph capture forbids: run the same shapes once before capturing"
                 )
             stats.plan_misses += 1
+            store = store_of(a.device)
+            name = " ".join(map(str, (*key[:4], compute_type or "default")))
+            family = (epilog, a.shape[0], a.dtype, a.device.index)
+            tune = tune and self._tuned[family] < MAX_TUNED
             try:
-                plan = Plan(epilog, a, b, bias, aux, compute_type, tune)
+                stored = store.algorithms.get(name) if key[-1] else None
+                plan = Plan(epilog, a, b, bias, aux, compute_type, tune, stored)
                 stats.plans += 1
+                if plan.algorithm is not stored and tune:
+                    self._tuned[family] += 1
+                    store.add_algorithm(name, plan.algorithm)
             except Unsupported as refusal:
                 plan = Unsupported(str(refusal))  # without the traceback, which would keep the operands alive
                 raise
@@ -347,6 +386,7 @@ class PlanCache:
         """Forget all plans and refusals."""
         with self._lock:
             self._plans.clear()
+            self._tuned.clear()
 
     def __len__(self) -> int:
         """Problems known."""
@@ -357,6 +397,31 @@ stats = PlanStats()
 cache = PlanCache()
 _zeros: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 _handles: dict[int, int] = {}
+_stores: dict[int, PlanStore] = {}
+_store_path: list[str | None] = [None]
+
+
+def use_store(path: str | None) -> None:
+    """Keep algorithms and races in a file from now on.
+
+    Args:
+        path: the file; ``auto`` for one in the cache directory that is named for the GPU; None for this process only.
+    """
+    _store_path[0] = path
+    _stores.clear()
+
+
+def store_of(device: torch.device) -> PlanStore:
+    """The store for what was measured on ``device``."""
+    index = device.index or 0
+    if index not in _stores:
+        found = describe(device, cublaslt_version=cublaslt_version())
+        fingerprint = {k: found[k] for k in ("gpu", "sm_count", "driver", "cublaslt", "nvmath", "torch", "triton")}
+        path = _store_path[0]
+        if path == "auto":
+            path = str(cache_directory() / "plans" / f"{str(found['gpu']).replace(' ', '_')}.json")
+        _stores[index] = PlanStore(Path(path).expanduser() if path else None, fingerprint)
+    return _stores[index]
 
 
 def gemm(

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from fusedmlp.config import ConfigError, DataConfig
 from fusedmlp.corpus import Documents, documents
+from fusedmlp.files import cache_directory
 from fusedmlp.tokenizer import BPETokenizer, BytesTokenizer, Tokenizer, from_dict
 
 FORMAT = 1
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 
 def cache_root(config: DataConfig) -> Path:
     """``data.cache_dir``, else ``$FUSEDMLP_CACHE``, else ``~/.cache/fusedmlp``."""
-    return Path(config.cache_dir or os.environ.get("FUSEDMLP_CACHE") or "~/.cache/fusedmlp").expanduser().absolute()
+    return Path(config.cache_dir).expanduser().absolute() if config.cache_dir else cache_directory()
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -12,15 +12,15 @@ The MLP of a transformer, with X (tokens, in), W1 (hidden, in), W2 (out, hidden)
     dX = dZ W1                    dXᵀ = W1ᵀ dZᵀ                  none
     dW1 = dZᵀ X,  db1 = sum dZ    dW1ᵀ = Xᵀ dZ                   BGRADB
 
-Choices made here, measured on an H200:
+This is the textbook recipe, and the ``reference`` engine executes it in torch operations (:mod:`fusedmlp.epilogs`).
+The ``nvmath`` engine does not take it on trust: each stage has several candidates (:mod:`fusedmlp.stages`), plain torch
+among them, and the first time that it meets a problem it races them (:mod:`fusedmlp.race`). On an H200, for instance,
+DGELU is nearly free while DGELU_BGRAD takes twice as long as separate kernels, and BGRADB wins for narrow layers and
+loses for wide ones. The winners are kept, on disk if there is a plan store.
 
-* DGELU and not DGELU_BGRAD: with the bias reduction in the same epilog the GEMM takes twice as long as with separate
-  kernels, while DGELU alone is nearly free. The bias gradient rides on the weight GEMM instead (BGRADB).
-* ReLU keeps no aux matrix. H itself says where the activation was positive (H > 0, as in torch's own backward), and a
-  plain GEMM followed by one masking kernel is faster than the DRELU epilog.
+ReLU keeps no aux matrix: H itself says where the activation was positive (H > 0, as in torch's own backward).
 
-Two engines execute the same recipe, GEMM by GEMM: ``nvmath`` (:func:`fusedmlp.plans.gemm`) and ``reference``
-(:func:`fusedmlp.epilogs.gemm`). What the nvmath engine cannot do, ``reference`` computes, with the reason logged once.
+What the nvmath engine cannot do, ``reference`` computes, with the reason logged once.
 """
 
 import logging
@@ -28,21 +28,22 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, TypeVar
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from fusedmlp import epilogs, plans
-from fusedmlp.epilogs import Epilog, Result, gelu_aux_rows
+from fusedmlp import epilogs, plans, race, stages
+from fusedmlp.epilogs import Epilog, gelu_aux_rows
 from fusedmlp.plans import Unsupported
+from fusedmlp.stages import Gemm
+from fusedmlp.store import Race
 
 log = logging.getLogger(__name__)
 
 ACTIVATIONS = ("gelu", "relu")
-MAX_REFUSED = 4096
-Gemm = Callable[..., Result]
+MAX_PROBLEMS = 4096
 T = TypeVar("T")
 
 
@@ -54,6 +55,10 @@ class Options:
     on_unsupported: str = "fallback"
     search: str = "measured"
     compute_type: str | None = None
+
+    def exact(self, dtype: torch.dtype) -> bool:
+        """Whether full fp32 accuracy is asked for."""
+        return dtype is torch.float32 and self.compute_type in (None, "COMPUTE_32F", "COMPUTE_32F_PEDANTIC")
 
 
 class Forward(NamedTuple):
@@ -97,31 +102,41 @@ def forward(
 ) -> Forward:
     """The MLP for training: x (tokens, in) -> :class:`Forward`. Weights as in ``nn.Linear``."""
 
-    def recipe(gemm: Gemm) -> Forward:
+    def reference() -> Forward:
         if activation == "gelu":
-            h, aux, _ = gemm(Epilog.GELU_AUX_BIAS, w1, x.T, bias=b1)
+            h, aux, _ = epilogs.gemm(Epilog.GELU_AUX_BIAS, w1, x.T, bias=b1)
             assert aux is not None
             kept = aux.T
         else:
-            h, _, _ = gemm(Epilog.RELU_BIAS, w1, x.T, bias=b1)
-            kept = x.new_empty((0, 0))
-        y = gemm(Epilog.BIAS, w2, h, bias=b2).d
+            h, kept = epilogs.gemm(Epilog.RELU_BIAS, w1, x.T, bias=b1).d, x.new_empty((0, 0))
+        y = epilogs.gemm(Epilog.BIAS, w2, h, bias=b2).d
         return Forward(y.T, h.T, kept)
 
-    return _execute(recipe, "forward", x, w1, w2, activation, options)
+    def raced(gemm: Gemm, stage: Stage) -> Forward:
+        h, aux = stage("fc1", lambda: stages.fc1(gemm, activation, keep=True, exact=options.exact(x.dtype)), x, w1, b1)
+        y = stage("fc2", lambda: stages.fc2(gemm), h, w2, b2)
+        return Forward(y, h, x.new_empty((0, 0)) if aux is None else aux)
+
+    problem = (x.shape, w1.shape, w2.shape, b1 is None, b2 is None, activation)
+    return _execute("forward", problem, reference, raced, x, options)
 
 
 def inference(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str, options: Options
 ) -> Tensor:
     """The MLP without a backward pass: x (tokens, in) -> (tokens, out); nothing is kept."""
-    first = Epilog.GELU_BIAS if activation == "gelu" else Epilog.RELU_BIAS
 
-    def recipe(gemm: Gemm) -> Tensor:
-        h = gemm(first, w1, x.T, bias=b1).d
-        return gemm(Epilog.BIAS, w2, h, bias=b2).d.T
+    def reference() -> Tensor:
+        first = Epilog.GELU_BIAS if activation == "gelu" else Epilog.RELU_BIAS
+        h = epilogs.gemm(first, w1, x.T, bias=b1).d
+        return epilogs.gemm(Epilog.BIAS, w2, h, bias=b2).d.T
 
-    return _execute(recipe, "inference", x, w1, w2, activation, options)
+    def raced(gemm: Gemm, stage: Stage) -> Tensor:
+        h, _ = stage("fc1", lambda: stages.fc1(gemm, activation, keep=False, exact=options.exact(x.dtype)), x, w1, b1)
+        return stage("fc2", lambda: stages.fc2(gemm), h, w2, b2)
+
+    problem = (x.shape, w1.shape, w2.shape, b1 is None, b2 is None, activation)
+    return _execute("inference", problem, reference, raced, x, options)
 
 
 def backward(
@@ -139,31 +154,46 @@ def backward(
 
     The kept tensors are only read, so that a graph may be walked again (``retain_graph=True``).
     """
+    through = needs.x or needs.w1 or needs.b1  # the gradient goes further back than fc2
 
-    def recipe(gemm: Gemm) -> Grads:
-        dw2, db2 = _weight_grads(gemm, h, dy, needs.w2, needs.b2)
-        if not (needs.x or needs.w1 or needs.b1):
+    def reference() -> Grads:
+        dw2, db2 = _weight_grads(h, dy, needs.w2, needs.b2)
+        if not through:
             return Grads(None, None, None, dw2, db2)
         if activation == "gelu":
-            dz = gemm(Epilog.DGELU, w2.T, dy.T, aux=aux.T).d.T
+            dz = epilogs.gemm(Epilog.DGELU, w2.T, dy.T, aux=aux.T).d.T
         else:
-            dz = torch.ops.aten.threshold_backward(gemm(Epilog.DEFAULT, w2.T, dy.T).d.T, h, 0)
-        dx = gemm(Epilog.DEFAULT, w1.T, dz.T).d.T if needs.x else None
-        dw1, db1 = _weight_grads(gemm, x, dz, needs.w1, needs.b1)
+            dz = torch.ops.aten.threshold_backward(epilogs.gemm(Epilog.DEFAULT, w2.T, dy.T).d.T, h, 0)
+        dx = epilogs.gemm(Epilog.DEFAULT, w1.T, dz.T).d.T if needs.x else None
+        dw1, db1 = _weight_grads(x, dz, needs.w1, needs.b1)
         return Grads(dx, dw1, db1, dw2, db2)
 
-    return _execute(recipe, "backward", x, w1, w2, activation, options)
+    def raced(gemm: Gemm, stage: Stage) -> Grads:
+        dw2 = db2 = dx = dw1 = db1 = None
+        if needs.w2 or needs.b2:
+            dw2, db2 = stage("wgrad2", lambda: stages.wgrad(gemm, needs.w2, needs.b2), h, dy)
+        if through:
+            exact = options.exact(x.dtype)
+            dz, dw1, db1 = stage(
+                "hidden",
+                lambda: stages.hidden(gemm, activation, needs.w1, needs.b1, exact=exact),
+                *(dy, w2, h, aux, x),
+            )
+            if needs.x:
+                dx = stage("dgrad1", lambda: stages.dgrad1(gemm), dz, w1)
+        return Grads(dx, dw1, db1, dw2, db2)
+
+    problem = (x.shape, w1.shape, w2.shape, needs, activation)
+    return _execute("backward", problem, reference, raced, x, options)
 
 
-def _weight_grads(
-    gemm: Gemm, inputs: Tensor, grad: Tensor, need_w: bool, need_b: bool
-) -> tuple[Tensor | None, Tensor | None]:
+def _weight_grads(inputs: Tensor, grad: Tensor, need_w: bool, need_b: bool) -> tuple[Tensor | None, Tensor | None]:
     """dW (out, in) and db (out,) of a linear layer, from its inputs (tokens, in) and grad (tokens, out)."""
     if need_w and need_b:
-        dw, _, db = gemm(Epilog.BGRADB, inputs.T, grad)
+        dw, _, db = epilogs.gemm(Epilog.BGRADB, inputs.T, grad)
         return dw.T, db
     return (
-        gemm(Epilog.DEFAULT, inputs.T, grad).d.T if need_w else None,
+        epilogs.gemm(Epilog.DEFAULT, inputs.T, grad).d.T if need_w else None,
         grad.sum(dim=0) if need_b else None,
     )
 
@@ -171,29 +201,38 @@ def _weight_grads(
 # ---------------------------------------------------------------------------------------------------------------------
 # Who executes
 
+Stage = Callable[..., Any]
+"""stage(name, make_candidates, *tensors) computes a stage by the candidate that was chosen for this problem."""
+
+_choices: dict[tuple[Any, ...], dict[str, Callable[..., Any]]] = {}  # problem -> stage -> candidate
+_log: dict[str, Race] = {}  # what was chosen in this process, for people to read
 _fallbacks: Counter[str] = Counter()
-_refused: dict[tuple[object, ...], str] = {}  # problems that the nvmath engine refused, and why
-_lock = threading.Lock()
+_refused: dict[tuple[Any, ...], str] = {}  # problems that the nvmath engine refused, and why
+_lock = threading.RLock()
 
 
 def _execute(
-    recipe: Callable[[Gemm], T], what: str, x: Tensor, w1: Tensor, w2: Tensor, activation: str, options: Options
+    what: str,
+    problem: tuple[Any, ...],
+    reference: Callable[[], T],
+    raced: Callable[[Gemm, Stage], T],
+    x: Tensor,
+    options: Options,
 ) -> T:
-    """Run ``recipe`` on the engine that ``options`` names, or on the reference engine where that cannot."""
+    """Run the pass on the engine that ``options`` names, or on the reference engine where that cannot."""
     if options.engine == "reference" or (options.engine == "auto" and x.device.type == "cpu"):
-        return recipe(epilogs.gemm)
-    problem = (what, x.shape, w1.shape, w2.shape, x.dtype, x.device, activation, options)
-    reason = _refused.get(problem) or _constraint(x, w1, w2, options)
+        return reference()
+    key = (what, *problem, x.dtype, x.device, options)
+    reason = _refused.get(key)
+    if reason is None and key not in _choices:
+        reason = _constraint(x, options)
     if reason is None:
-        gemm = partial(plans.gemm, compute_type=options.compute_type, tune=options.search == "measured")
         try:
-            return recipe(gemm)
+            return raced(_gemm(options), _stage(what, key, x, options))
         except Unsupported as refusal:
             reason = str(refusal)
             with _lock:
-                if len(_refused) >= MAX_REFUSED:  # one for each number of tokens: bounded, and cheap to find out again
-                    _refused.clear()
-                _refused[problem] = reason
+                _bound(_refused)[key] = reason
     if options.on_unsupported == "error":
         raise Unsupported(f"fused MLP {what}: {reason}")
     with _lock:
@@ -201,10 +240,102 @@ def _execute(
         _fallbacks[reason] += 1
     if first_time:
         log.warning("fused MLP %s computed with torch operations: %s", what, reason)
-    return recipe(epilogs.gemm)
+    return reference()
 
 
-def _constraint(x: Tensor, w1: Tensor, w2: Tensor, options: Options) -> str | None:
+@cache
+def _gemm(options: Options) -> Gemm:
+    return partial(plans.gemm, compute_type=options.compute_type, tune=options.search == "measured")
+
+
+def _stage(what: str, key: tuple[Any, ...], x: Tensor, options: Options) -> Stage:
+    chosen = _choices.get(key)
+
+    def stage(name: str, make: Callable[[], stages.Candidates], *tensors: Tensor | None) -> Any:
+        nonlocal chosen
+        if chosen is None or name not in chosen:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"no recipe yet for the {what} pass of this shape, and racing synchronises, which a CUDA graph "
+                    "capture forbids: run the same shapes once before capturing"
+                )
+            with _lock:
+                chosen = _bound(_choices).setdefault(key, {})
+                if name not in chosen:
+                    chosen[name] = _choose(what, name, make(), tensors, x, options)
+        return chosen[name](*tensors)
+
+    return stage
+
+
+def _choose(
+    what: str,
+    name: str,
+    candidates: stages.Candidates,
+    tensors: tuple[Tensor | None, ...],
+    x: Tensor,
+    options: Options,
+) -> Callable[..., Any]:
+    """The candidate for this stage: from the store, by rule, or by a race that is then stored.
+
+    Raises:
+        Unsupported: cuBLASLt can do nothing for this stage; only torch's own kernels would be left.
+    """
+    if not torch_is_comparable(x.dtype, options):
+        candidates = {n: c for n, c in candidates.items() if not stages.is_torch(n)}
+    shapes = " ".join("x".join(map(str, t.shape)) if t is not None else "-" for t in tensors)
+    store = plans.store_of(x.device)
+    problem = (
+        f"{what} {name} {shapes} {plans.DTYPES[x.dtype]} {options.compute_type or 'default'} {'/'.join(candidates)}"
+    )
+    runs: dict[str, Callable[[], Any]] = {n: partial(c, *tensors) for n, c in candidates.items()}
+    known = store.races.get(problem) if options.search == "measured" else None
+    if known is not None and known.winner in candidates:
+        outcome = known
+    elif options.search == "heuristic":
+        outcome = Race(_by_rule(name, runs, x), {})
+    else:
+        outcome = race.hold(runs, x.device)
+        if all(stages.is_torch(n) for n in outcome.times_us) and not all(map(stages.is_torch, candidates)):
+            _, refusals = race.warm_up({n: r for n, r in runs.items() if not stages.is_torch(n)})
+            raise Unsupported(next(iter(refusals.values())))
+        times = ", ".join(f"{n} {t:g}" for n, t in sorted(outcome.times_us.items(), key=lambda item: item[1]))
+        log.info("raced %s: %s us", problem.rpartition(" ")[0], times)
+        store.add_race(problem, outcome)
+        store.save()
+    _log[problem.rpartition(" ")[0]] = outcome
+    return candidates[outcome.winner]
+
+
+def _by_rule(name: str, runs: dict[str, Callable[[], Any]], x: Tensor) -> str:
+    """Without a race: the first candidate that runs, in the order that won most often on an H200."""
+    narrow = x.shape[1] <= 1024  # the bias gradient rides on the weight GEMM for free in narrow layers only
+    if name in ("wgrad2", "hidden") and not narrow:
+        runs = dict(sorted(runs.items(), key=lambda item: "BGRADB" in item[0]))
+    for candidate, run in runs.items():
+        if stages.is_torch(candidate):
+            continue
+        runners, refusals = race.warm_up({candidate: run})
+        if runners:
+            return candidate
+    if all(map(stages.is_torch, runs)):
+        return next(iter(runs))
+    raise Unsupported(next(iter(refusals.values())))
+
+
+def torch_is_comparable(dtype: torch.dtype, options: Options) -> bool:
+    """Whether torch's own GEMMs compute as ``options.compute_type`` asks, and so may take part in a race."""
+    return options.compute_type in (None, "COMPUTE_32F")
+
+
+def _bound(table: dict[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:
+    """``table``, emptied when it has grown too large: what it held is cheap to find out again."""
+    if len(table) >= MAX_PROBLEMS:
+        table.clear()
+    return table
+
+
+def _constraint(x: Tensor, options: Options) -> str | None:
     """The constraint of the nvmath engine that this problem breaks, or None."""
     if x.shape[0] == 0:
         return "there are no tokens, and cuBLASLt takes no empty matrix"
@@ -233,11 +364,14 @@ def fallback_reasons() -> dict[str, int]:
         return dict(_fallbacks)
 
 
-def describe(activation: str) -> dict[str, list[str]]:
-    """The recipe in words: for each pass, the epilogs of its GEMMs in order."""
-    gelu = activation == "gelu"
-    return {
-        "forward": [Epilog.GELU_AUX_BIAS if gelu else Epilog.RELU_BIAS, Epilog.BIAS],
-        "inference": [Epilog.GELU_BIAS if gelu else Epilog.RELU_BIAS, Epilog.BIAS],
-        "backward": [Epilog.BGRADB, Epilog.DGELU if gelu else Epilog.DEFAULT, Epilog.DEFAULT, Epilog.BGRADB],
-    }
+def report() -> list[dict[str, Any]]:
+    """What was chosen in this process: a dict for each problem with ``winner`` and the raced ``times_us``."""
+    with _lock:
+        return [{"problem": k, "winner": r.winner, "times_us": r.times_us} for k, r in _log.items()]
+
+
+def forget() -> None:
+    """Drop all choices and refusals of this process: the next call of a problem chooses again."""
+    with _lock:
+        for table in (_choices, _refused, _log, _fallbacks):
+            table.clear()

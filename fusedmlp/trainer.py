@@ -313,7 +313,7 @@ class Loop:
             "parity/largest_loss_abs_diff": self.largest_parity,
             "perf/mean_tokens_per_s": rate,
             "engine": state.engine,
-            "recipes": recipes.describe(state.config.model.activation) if state.engine != "torch" else {},
+            "recipes": recipes.report(),
             "fallback_reasons": recipes.fallback_reasons(),
             "parameters": state.model.parameter_count(),
             "data": state.data.summary,
