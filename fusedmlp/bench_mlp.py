@@ -16,7 +16,7 @@ from fusedmlp.config import BenchConfig
 from fusedmlp.device import DTYPES
 from fusedmlp.mlp_arms import ARMS, HIDDEN, NORM_ARMS, TORCH_ARMS, Problem
 from fusedmlp.model import options_of
-from fusedmlp.recipes import Options, engine_for
+from fusedmlp.recipes import Options, engine_for, fallback_reasons
 
 SMALL_WIDTH = 1600  # GPT-2's models end here; geometric means are given up to this width, and over all
 FLOOR = "gemm_floor"
@@ -31,7 +31,6 @@ def rows(config: BenchConfig, device: torch.device) -> Iterator[dict[str, Any]]:
     ]
     for number, (width, dtype, which, activation) in enumerate(cases, 1):
         log.info("[%d/%d] mlp %s, d %d, %s, %s", number, len(cases), which, width, activation, dtype)
-        torch.set_grad_enabled(True)
         problem = Problem(
             tokens=config.tokens,
             width=width,
@@ -57,6 +56,7 @@ def _measure(problem: Problem, config: BenchConfig) -> dict[str, Any]:
 
     names = [arm for arm in ARMS if config.arms is None or arm in config.arms]
     arms = {name: partial(ARMS[name], problem) for name in names}
+    before = fallback_reasons()
     outcome = timing.contest(arms, check, problem.device, config.rounds, config.block_ms)
     times = outcome.us()
     fused = "fused" in times
@@ -69,6 +69,7 @@ def _measure(problem: Problem, config: BenchConfig) -> dict[str, Any]:
         "fastest_torch": fastest,
         "fused_over_floor": outcome.ratio("fused", FLOOR, config.seed) if fused and FLOOR in times else None,
         "max_relative_error": errors,
+        "fallbacks": [why for why, count in fallback_reasons().items() if count > before.get(why, 0)],
         "left_out": outcome.left_out,
         "wrong": outcome.wrong,
         "prepare_s": {arm: round(s, 2) for arm, s in outcome.prepare_s.items()},
@@ -79,29 +80,28 @@ def means(done: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Geometric means of the speed-up of fused, over widths up to :data:`SMALL_WIDTH` and over all."""
     groups: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
     for row in done:
-        for activation in (row["activation"], "all"):
+        for activation in ("all", row["activation"]):
             for widths in (f"<= {SMALL_WIDTH}", "all"):
                 if widths == "all" or row["width"] <= SMALL_WIDTH:
                     groups.setdefault((row["pass"], row["dtype"], activation, widths), []).append(row)
     found = []
-    for (which, dtype, activation, widths), rows_ in groups.items():
-        over = {
-            arm: [r["speedup_of_fused_over"][arm].value for r in rows_ if arm in r["speedup_of_fused_over"]]
-            for arm in ARMS
-        }
-        over["fastest_torch"] = [
-            r["speedup_of_fused_over"][r["fastest_torch"]].value
-            for r in rows_
-            if r["speedup_of_fused_over"] and r["fastest_torch"]
-        ]
+    for (which, dtype, activation, widths), group in groups.items():
+        over: dict[str, list[float]] = {}
+        for row in group:
+            ratios = row["speedup_of_fused_over"]
+            if row["fastest_torch"] in ratios:
+                ratios = {**ratios, "fastest_torch": ratios[row["fastest_torch"]]}
+            for arm, ratio in ratios.items():
+                over.setdefault(arm, []).append(ratio[0])
         found.append(
             {
                 "pass": which,
                 "dtype": dtype,
                 "activation": activation,
                 "widths": widths,
-                "cases": len(rows_),
-                "speedup_of_fused_over": {a: geometric_mean(v) for a, v in over.items() if len(v) == len(rows_)},
+                "cases": len(group),
+                # A mean over fewer cases than the others' would compare different things.
+                "speedup_of_fused_over": {a: geometric_mean(v) for a, v in over.items() if len(v) == len(group)},
             }
         )
     return found
@@ -142,7 +142,8 @@ def notes(device: torch.device, options: Options) -> list[str]:
     said = [
         "Training is y, then the gradients of x, both weights and both biases for a random upstream gradient; the GEMM "
         "floor is the six plain GEMMs of that. Inference is y without gradients; its floor is two GEMMs. Hidden layers "
-        f"are {HIDDEN} times as wide. Speed-ups are times of the other arm over that of fused: above 1, fused is faster.",
+        f"are {HIDDEN} times as wide. A speed-up is the other arm's time over that of fused: above 1, fused is faster.",
+        "The fastest torch is the fastest by median time among " + ", ".join(TORCH_ARMS) + ", where they took part.",
         "Every arm was checked before it was timed: relative error against float64 at most twice that of eager torch, "
         "plus one rounding of the dtype.",
     ]

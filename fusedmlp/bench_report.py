@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from fusedmlp.files import write_atomic
 
+OWN_ARMS = ("fused", "epilog", "COMPUTE")  # how the names begin of what this project computes
+
 
 class Table(NamedTuple):
     """A table of words, as it is printed and as Markdown shows it."""
@@ -64,7 +66,7 @@ class Report:
             f"{_case(row)}: {arm}: {reason}"
             for row in self.rows
             for arm, reason in row["left_out"].items()
-            if arm in row["wrong"] or (arm.startswith("fused") and reason.startswith("failed"))
+            if arm in row["wrong"] or (arm.startswith(OWN_ARMS) and reason.startswith("failed"))
         ]
 
     def _write_json(self) -> None:
@@ -78,7 +80,7 @@ class Report:
             **self.extra(self.rows),
             "rows": self.rows,
         }
-        write_atomic(self.stem.with_name(self.stem.name + ".json"), json.dumps(record, indent=1) + "\n")
+        write_atomic(self.stem.with_name(self.stem.name + ".json"), json.dumps(record, indent=1, default=str) + "\n")
 
     def finish(self) -> str:
         """Write NAME.md; returns the tables as text."""
@@ -111,6 +113,10 @@ class Report:
         for row in self.rows:
             for arm, reason in row["left_out"].items():
                 cases.setdefault((arm, reason), []).append(_case(row))
+            for reason in row.get("fallbacks", ()):
+                cases.setdefault(("fused epilogs", f"torch operations took their place: {reason}"), []).append(
+                    _case(row)
+                )
         return [
             f"{arm}: {reason} ({'every case' if len(where) == len(self.rows) else '; '.join(where)})"
             for (arm, reason), where in cases.items()

@@ -457,7 +457,7 @@ class BenchConfig:
     """Everything ``python -m fusedmlp.bench`` needs."""
 
     bench: str = "all"
-    """What to measure: ``gemm`` (epilogs), ``mlp``, ``precision`` (compute types), ``host`` (cost of a call), ``all``."""
+    """``gemm`` (epilogs), ``mlp``, ``precision`` (compute types), ``host`` (cost of a call) or ``all``."""
     device: str = "auto"
     """``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
     run_dir: str | None = None

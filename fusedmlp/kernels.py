@@ -76,7 +76,9 @@ def _kernel() -> Any:
     ):
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         inside = columns < hidden
-        total = tl.zeros([COLUMNS], dtype=tl.float32)
+        # Summed over tiles element by element, and over the rows of the tile once at the end: a reduction in every turn
+        # would exchange data between warps each time.
+        total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         for start in range(0, SLAB, ROWS):
             rows = (tl.program_id(1) * SLAB + start + tl.arange(0, ROWS)).to(tl.int64)
             mask = (rows < tokens)[:, None] & inside[None, :]
@@ -94,7 +96,7 @@ def _kernel() -> Any:
                 dz = tl.where(s <= 0.0, 0.0, g.to(tl.float32))  # a NaN is not <= 0: it passes on, as in torch
             rounded = dz.to(dh_ptr.dtype.element_ty)
             tl.store(dh_ptr + place, rounded, mask=mask)
-            total += tl.sum(tl.where(mask, rounded.to(tl.float32), 0.0), axis=0)
-        tl.store(partial_ptr + tl.program_id(1) * hidden + columns, total, mask=inside)
+            total += tl.where(mask, rounded.to(tl.float32), 0.0)
+        tl.store(partial_ptr + tl.program_id(1) * hidden + columns, tl.sum(total, axis=0), mask=inside)
 
     return kernel

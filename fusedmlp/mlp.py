@@ -51,19 +51,23 @@ def fused_mlp(
         ValueError: shapes, dtypes or the activation do not fit together.
         fusedmlp.plans.Unsupported: with ``on_unsupported="error"``, naming the constraint that was broken.
     """
-    tensors = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    _check(tensors, activation)
-    how = (activation, options.engine, options.on_unsupported, options.search, options.compute_type)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return torch.ops.fusedmlp.mlp(*tensors, *how)[0]
-    return torch.ops.fusedmlp.mlp_inference(*tensors, *how)
+    _check(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation)
+    inputs = (
+        *(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias),
+        *(activation, options.engine, options.on_unsupported, options.search, options.compute_type),
+    )
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or fc1_weight.requires_grad
+        or fc2_weight.requires_grad
+        or (fc1_bias is not None and fc1_bias.requires_grad)
+        or (fc2_bias is not None and fc2_bias.requires_grad)
+    ):
+        return torch.ops.fusedmlp.mlp.default(*inputs)[0]
+    return torch.ops.fusedmlp.mlp_inference.default(*inputs)
 
 
-def _check(tensors: tuple[Tensor | None, ...], activation: str) -> None:
-    x, w1, b1, w2, b2 = tensors
-    assert x is not None
-    assert w1 is not None
-    assert w2 is not None
+def _check(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
     if w1.ndim != 2 or w2.ndim != 2 or x.ndim < 1 or x.shape[-1] != w1.shape[1] or w2.shape[1] != w1.shape[0]:
@@ -71,14 +75,17 @@ def _check(tensors: tuple[Tensor | None, ...], activation: str) -> None:
             f"x {tuple(x.shape)}, fc1_weight {tuple(w1.shape)} and fc2_weight {tuple(w2.shape)} do not fit: "
             "expected (..., in), (hidden, in), (out, hidden)"
         )
-    for name, bias, width in (("fc1_bias", b1, w1.shape[0]), ("fc2_bias", b2, w2.shape[0])):
-        if bias is not None and bias.shape != (width,):
-            raise ValueError(f"{name} has shape {tuple(bias.shape)}, expected ({width},)")
-    given = [t for t in tensors if t is not None]
-    if any(t.device != x.device for t in given):
-        raise ValueError(f"tensors on different devices: {', '.join(str(t.device) for t in given)}")
-    if any(t.dtype != x.dtype for t in given) and not torch.is_autocast_enabled(x.device.type):
-        raise ValueError(f"tensors of different dtypes outside autocast: {', '.join(str(t.dtype) for t in given)}")
+    for name, bias, weight in (("fc1_bias", b1, w1), ("fc2_bias", b2, w2)):
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"{name} has shape {tuple(bias.shape)}, expected ({weight.shape[0]},)")
+    dtype, device = x.dtype, x.device
+    for t in (w1, b1, w2, b2):
+        if t is None:
+            continue
+        if t.device != device:
+            raise ValueError(f"tensors on different devices: {device} and {t.device}")
+        if t.dtype != dtype and not torch.is_autocast_enabled(device.type):
+            raise ValueError(f"tensors of different dtypes outside autocast: {dtype} and {t.dtype}")
 
 
 class TorchMLP(nn.Module):

@@ -36,6 +36,31 @@ NORM_ARMS = ("transformer_engine",)
 ROUNDING_LIMIT = 1e-2  # for compute types that round the operands, or the accumulator, further than eager torch does
 
 
+def step(
+    forward: Callable[[Tensor], Tensor],
+    x: Tensor,
+    parameters: list[Tensor],
+    dy: Tensor | None,
+    extra: tuple[Tensor, ...] = (),
+) -> Step:
+    """One training step, y and the gradients of ``x`` and ``parameters``; or inference, where there is no ``dy``.
+
+    The gradients of ``extra`` are computed, too, but not returned.
+    """
+    inputs = [x, *parameters]
+
+    def training() -> tuple[Tensor, ...]:
+        y = forward(x)
+        grads = torch.autograd.grad(y, [*inputs, *extra], dy)
+        return (y.detach(), *grads[: len(inputs)])
+
+    @torch.no_grad()
+    def inference() -> tuple[Tensor, ...]:
+        return (forward(x),)
+
+    return inference if dy is None else training
+
+
 @dataclass
 class Problem:
     """One MLP with its input and upstream gradient, all random; eager torch and float64 say what is right."""
@@ -69,19 +94,8 @@ class Problem:
     def step(
         self, forward: Callable[[Tensor], Tensor], parameters: list[Tensor], extra: tuple[Tensor, ...] = ()
     ) -> Step:
-        """A training or inference step; gradients of ``extra`` are computed, not returned."""
-        inputs = [self.x, *parameters]
-
-        def training() -> tuple[Tensor, ...]:
-            y = forward(self.x)
-            grads = torch.autograd.grad(y, [*inputs, *extra], self.dy)
-            return (y.detach(), *grads[: len(inputs)])
-
-        @torch.no_grad()
-        def inference() -> tuple[Tensor, ...]:
-            return (forward(self.x),)
-
-        return training if self.training else inference
+        """:func:`step` on this problem's operands."""
+        return step(forward, self.x, parameters, self.dy if self.training else None, extra)
 
     @cached_property
     def _right(self) -> dict[bool, tuple[tuple[Tensor, ...], list[float]]]:
@@ -93,14 +107,13 @@ class Problem:
             exact = TorchMLP(self.width, HIDDEN * self.width, self.activation)
             exact.load_state_dict(self.eager.state_dict())
             exact.to(self.device, torch.float64)
-            double = Problem.__new__(Problem)  # the same operands, not drawn anew
-            double.training, double.dy = self.training, self.dy.double()
-            double.x = self.x.detach().double().requires_grad_(self.training)
+            x = self.x.detach().double().requires_grad_(self.training)
+            dy = self.dy.double() if self.training else None
 
             def behind_norm(mlp: nn.Module) -> Callable[[Tensor], Tensor]:
                 return lambda x: mlp(F.layer_norm(x, (self.width,)) if norm else x)
 
-            reference = double.step(behind_norm(exact), list(exact.parameters()))()
+            reference = step(behind_norm(exact), x, list(exact.parameters()), dy)()
             torch_results = self.step(behind_norm(self.eager), list(self.eager.parameters()))()
             self._right[norm] = reference, relative_errors(torch_results, reference)
         return self._right[norm]
@@ -174,11 +187,11 @@ def gemm_floor(p: Problem) -> Step:
     z = F.linear(p.x.detach(), w1, b1).detach().requires_grad_(p.training)
     h = activate(z, p.activation)
     x, dy, hidden = p.x.detach(), p.dy, h.detach()
-    w1, w2 = w1.detach(), w2.detach()
-    products = [(x, w1.T), (hidden, w2.T)]  # fc1, fc2
+    first, second = w1.detach(), w2.detach()
+    products = [(x, first.T), (hidden, second.T)]  # fc1, fc2
     if p.training:
-        (dz,) = torch.autograd.grad(h, z, dy @ w2)
-        products += [(dy.T, hidden), (dy, w2), (dz.T, x), (dz, w1)]  # dW2, dH, dW1, dx
+        (dz,) = torch.autograd.grad(h, z, dy @ second)
+        products += [(dy.T, hidden), (dy, second), (dz.T, x), (dz, first)]  # dW2, dH, dW1, dx
     outputs = tuple(a.new_empty(a.shape[0], b.shape[1]) for a, b in products)
 
     def step() -> tuple[Tensor, ...]:
@@ -233,7 +246,7 @@ def _import(name: str, p: Problem) -> Any:
 
 @torch.no_grad()
 def _copy(p: Problem, mlp: nn.Module, parameters: list[Tensor]) -> None:
-    """Give ``mlp`` the problem's weights. ``.data`` of nothing is replaced: a library may have kept the pointer."""
+    """Give ``mlp`` the problem's weights."""
     for to, origin in zip(parameters, p.eager.parameters(), strict=True):
         to.copy_(origin)
     mlp.requires_grad_(p.training)

@@ -12,6 +12,7 @@ are registered on a ``torch.library.Library``, whose dispatch is cheaper than ``
 outputs are contiguous and alias nothing.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,6 +38,9 @@ _library.define(
 )
 
 
+_options = cache(Options)
+
+
 def _rows(t: Tensor) -> Tensor:
     """(..., features) -> (tokens, features), contiguous."""
     return t.reshape(-1, t.shape[-1]).contiguous()
@@ -50,7 +54,7 @@ def _mlp(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = recipes.forward(
-        _rows(x), w1.contiguous(), _vector(b1), w2.contiguous(), _vector(b2), activation, Options(*how)
+        _rows(x), w1.contiguous(), _vector(b1), w2.contiguous(), _vector(b2), activation, _options(*how)
     )
     return out.y.view(*x.shape[:-1], w2.shape[0]), out.h, out.aux
 
@@ -59,7 +63,7 @@ def _mlp_inference(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str, *how: Any
 ) -> Tensor:
     y = recipes.inference(
-        _rows(x), w1.contiguous(), _vector(b1), w2.contiguous(), _vector(b2), activation, Options(*how)
+        _rows(x), w1.contiguous(), _vector(b1), w2.contiguous(), _vector(b2), activation, _options(*how)
     )
     return y.view(*x.shape[:-1], w2.shape[0])
 
@@ -76,7 +80,7 @@ def _mlp_backward(
     *how: Any,
 ) -> tuple[Tensor, ...]:
     grads = recipes.backward(
-        _rows(dy), _rows(x), h, aux, w1.contiguous(), w2.contiguous(), Needs(*needs), activation, Options(*how)
+        _rows(dy), _rows(x), h, aux, w1.contiguous(), w2.contiguous(), Needs(*needs), activation, _options(*how)
     )
     dx = grads.x.view(x.shape) if grads.x is not None else None
     # An operator returns tensors, not None: an empty one stands for a gradient that nobody asked for.
@@ -127,27 +131,43 @@ def _mlp_backward_fake(
 # Autograd
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, w1, _, w2, _, *ctx.how = inputs
-    _, h, aux = output
-    ctx.save_for_backward(x, h, aux, w1, w2)
-    ctx.mark_non_differentiable(h, aux)
-    ctx.set_materialize_grads(False)
+# Kernels for the dispatcher's Autograd key. ``torch.library.register_autograd`` would make the same out of two functions,
+# at several microseconds of host time more for each call.
 
 
-def _differentiate(ctx: Any, dy: Tensor | None, dh: None, daux: None) -> tuple[Tensor | None, ...]:
-    needs = list(ctx.needs_input_grad[:5])
-    if dy is None:
-        return (None,) * 10
-    x, h, aux, w1, w2 = ctx.saved_tensors
-    grads = torch.ops.fusedmlp.mlp_backward(dy, x, h, aux, w1, w2, needs, *ctx.how)
-    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 5
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            y, h, aux = torch.ops.fusedmlp.mlp.default(*inputs)
+        x, w1, _, w2, _, *ctx.how = inputs
+        ctx.save_for_backward(x, h, aux, w1, w2)
+        ctx.mark_non_differentiable(h, aux)
+        ctx.set_materialize_grads(False)
+        return y, h, aux
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        dy, _, _ = outputs
+        needs = list(ctx.needs_input_grad[:5])
+        if dy is None:
+            return (None,) * 10
+        x, h, aux, w1, w2 = ctx.saved_tensors
+        grads = torch.ops.fusedmlp.mlp_backward.default(dy, x, h, aux, w1, w2, needs, *ctx.how)
+        return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 5
 
 
-def _refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError(
-        "the fused MLP has no second derivative: for gradients of gradients use mlp.backend=torch (TorchMLP)"
-    )
+class _MLPBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.fusedmlp.mlp_backward.default(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(
+            "the fused MLP has no second derivative: for gradients of gradients use mlp.backend=torch (TorchMLP)"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,5 +203,5 @@ for _name, _kernel, _fake in (
     torch.library.register_fake(f"fusedmlp::{_name}", _fake, lib=_library)
     for _device_type in ("cpu", "cuda"):
         _register_autocast(_name, _device_type)
-torch.library.register_autograd("fusedmlp::mlp", _differentiate, setup_context=_save, lib=_library)
-torch.library.register_autograd("fusedmlp::mlp_backward", _refuse_double_backward, lib=_library)
+_library.impl("mlp", lambda *inputs: _MLP.apply(*inputs), "Autograd")
+_library.impl("mlp_backward", lambda *inputs: _MLPBackward.apply(*inputs), "Autograd")

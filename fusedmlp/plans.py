@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -235,8 +236,10 @@ class Plan:
 
         if self.epilog is not Epilog.DEFAULT:
             put(attributes.EPILOGUE, lt.Epilogue[self.epilog])
-            # cuBLASLt refuses to look at a problem whose pointers are null; run() sets the real ones.
+        # cuBLASLt refuses to look at a problem whose pointers are null; run() sets the real ones.
+        if self.epilog in HAS_BIAS | WRITES_BGRAD:
             put(attributes.BIAS_POINTER, 256)
+        if self.epilog in WRITES_AUX | READS_AUX:
             put(attributes.EPILOGUE_AUX_POINTER, 256)
         self._aux_rows = 0
         if self.epilog in WRITES_AUX | READS_AUX:
@@ -346,14 +349,35 @@ class PlanCache:
             Unsupported: the problem was refused, now or before (a refusal is remembered).
             RuntimeError: the plan would have to be made while a CUDA graph is being captured.
         """
-        key = (epilog, _Operand.of(a), _Operand.of(b), a.dtype, a.device.index, compute_type, tune)
+        # Plain integers, since this is built for every GEMM; the low bits of the pointers stand for their alignment.
+        low = (a.data_ptr() & 255, b.data_ptr() & 255)
+        key = (epilog, a.shape, a.stride(), b.shape, b.stride(), low, a.dtype, a.device.index, compute_type, tune)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._make(key, epilog, a, b, bias, aux, compute_type, tune)
+        else:
+            # Atomic, like get: no lock for a plan that is there. Another thread may just have evicted it; no harm done.
+            with suppress(KeyError):
+                self._plans.move_to_end(key)
+            stats.plan_hits += 1
+        if isinstance(plan, Unsupported):
+            raise Unsupported(str(plan))  # a new one: raising would hang a traceback on the remembered one
+        return plan
+
+    def _make(
+        self,
+        key: tuple[Any, ...],
+        epilog: Epilog,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        aux: Tensor | None,
+        compute_type: str | None,
+        tune: bool,
+    ) -> Plan | Unsupported:
         with self._lock:
             plan = self._plans.get(key)
-            if plan is not None:
-                self._plans.move_to_end(key)
-                if isinstance(plan, Unsupported):
-                    raise Unsupported(str(plan))  # a new one: raising would hang a traceback on the remembered one
-                stats.plan_hits += 1
+            if plan is not None:  # another thread made it meanwhile
                 return plan
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -362,11 +386,11 @@ class PlanCache:
                 )
             stats.plan_misses += 1
             store = store_of(a.device)
-            name = " ".join(map(str, (*key[:4], compute_type or "default")))
+            name = f"{epilog} {_Operand.of(a)} {_Operand.of(b)} {DTYPES[a.dtype]} {compute_type or 'default'}"
             family = (epilog, a.shape[0], a.dtype, a.device.index)
             tune = tune and self._tuned[family] < MAX_TUNED
             try:
-                stored = store.algorithms.get(name) if key[-1] else None
+                stored = store.algorithms.get(name) if key[-1] else None  # heuristic plans are not stored
                 plan = Plan(epilog, a, b, bias, aux, compute_type, tune, stored)
                 stats.plans += 1
                 if plan.algorithm is not stored and tune:
@@ -374,12 +398,9 @@ class PlanCache:
                     store.add_algorithm(name, plan.algorithm)
             except Unsupported as refusal:
                 plan = Unsupported(str(refusal))  # without the traceback, which would keep the operands alive
-                raise
-            finally:
-                if plan is not None:
-                    self._plans[key] = plan
-                    while len(self._plans) > self.capacity:
-                        self._plans.popitem(last=False)
+            self._plans[key] = plan
+            while len(self._plans) > self.capacity:
+                self._plans.popitem(last=False)
             return plan
 
     def clear(self) -> None:
@@ -448,7 +469,8 @@ def gemm(
     Raises:
         Unsupported: cuBLASLt or nvmath refuses the problem.
     """
-    a, b = aligned(a), aligned(b)
+    if (a.data_ptr() | b.data_ptr()) & 15:
+        a, b = aligned(a), aligned(b)
     if epilog in HAS_BIAS:
         bias = _zero_bias(a.shape[0], a) if bias is None else aligned(bias)
     plan = cache.find(epilog, a, b, bias, aux, compute_type, tune)

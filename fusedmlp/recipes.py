@@ -117,8 +117,8 @@ def forward(
         y = stage("fc2", lambda: stages.fc2(gemm), h, w2, b2)
         return Forward(y, h, x.new_empty((0, 0)) if aux is None else aux)
 
-    problem = (x.shape, w1.shape, w2.shape, b1 is None, b2 is None, activation)
-    return _execute("forward", problem, reference, raced, x, options)
+    problem = (x.shape, w1.shape, w2.shape, b1 is None, b2 is None)
+    return _execute(f"{activation} forward", problem, reference, raced, x, options)
 
 
 def inference(
@@ -135,8 +135,8 @@ def inference(
         h, _ = stage("fc1", lambda: stages.fc1(gemm, activation, keep=False, exact=options.exact(x.dtype)), x, w1, b1)
         return stage("fc2", lambda: stages.fc2(gemm), h, w2, b2)
 
-    problem = (x.shape, w1.shape, w2.shape, b1 is None, b2 is None, activation)
-    return _execute("inference", problem, reference, raced, x, options)
+    problem = (x.shape, w1.shape, w2.shape, b1 is None, b2 is None)
+    return _execute(f"{activation} inference", problem, reference, raced, x, options)
 
 
 def backward(
@@ -183,8 +183,8 @@ def backward(
                 dx = stage("dgrad1", lambda: stages.dgrad1(gemm), dz, w1)
         return Grads(dx, dw1, db1, dw2, db2)
 
-    problem = (x.shape, w1.shape, w2.shape, needs, activation)
-    return _execute("backward", problem, reference, raced, x, options)
+    problem = (x.shape, w1.shape, w2.shape, needs)
+    return _execute(f"{activation} backward", problem, reference, raced, x, options)
 
 
 def _weight_grads(inputs: Tensor, grad: Tensor, need_w: bool, need_b: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -222,13 +222,12 @@ def _execute(
     """Run the pass on the engine that ``options`` names, or on the reference engine where that cannot."""
     if options.engine == "reference" or (options.engine == "auto" and x.device.type == "cpu"):
         return reference()
-    key = (what, *problem, x.dtype, x.device, options)
-    reason = _refused.get(key)
-    if reason is None and key not in _choices:
-        reason = _constraint(x, options)
+    key = (what, *problem, x.dtype, x.device.index, options)
+    chosen = _choices.get(key)
+    reason = None if chosen is not None else _refused.get(key) or _constraint(x, options)
     if reason is None:
         try:
-            return raced(_gemm(options), _stage(what, key, x, options))
+            return raced(_gemm(options), _stage(what, key, chosen, x, options))
         except Unsupported as refusal:
             reason = str(refusal)
             with _lock:
@@ -248,9 +247,9 @@ def _gemm(options: Options) -> Gemm:
     return partial(plans.gemm, compute_type=options.compute_type, tune=options.search == "measured")
 
 
-def _stage(what: str, key: tuple[Any, ...], x: Tensor, options: Options) -> Stage:
-    chosen = _choices.get(key)
-
+def _stage(
+    what: str, key: tuple[Any, ...], chosen: dict[str, Callable[..., Any]] | None, x: Tensor, options: Options
+) -> Stage:
     def stage(name: str, make: Callable[[], stages.Candidates], *tensors: Tensor | None) -> Any:
         nonlocal chosen
         if chosen is None or name not in chosen:

@@ -30,7 +30,7 @@ Candidates = dict[str, Callable[..., Any]]
 
 def is_torch(name: str) -> bool:
     """Whether a candidate uses torch's own kernels only."""
-    return not any(part.isupper() or "kernel" in part for part in name.replace(",", "+").split("+"))
+    return not any(part.isupper() for part in name.replace(",", "+").split("+"))
 
 
 def fc1(gemm: Gemm, activation: str, *, keep: bool, exact: bool) -> Candidates:
@@ -130,7 +130,7 @@ def hidden(gemm: Gemm, activation: str, need_w: bool, need_b: bool, *, exact: bo
     def with_kernel(b: Callable[..., Any]) -> Callable[..., Any]:
         def run(dy: Tensor, w2: Tensor, h: Tensor, aux: Tensor, x: Tensor) -> tuple[Tensor, Any, Tensor]:
             saved = aux if activation == "gelu" else h
-            dz, db = kernels.activation_gradient(torch.mm(dy, w2), saved, activation)
+            dz, db = kernels.activation_gradient(gemm(Epilog.DEFAULT, w2.T, dy.T).d.T, saved, activation)
             return dz, b(x, dz)[0], db
 
         return run
@@ -144,7 +144,7 @@ def hidden(gemm: Gemm, activation: str, need_w: bool, need_b: bool, *, exact: bo
 
     for name, weights in plain.items():
         if kernels.available():
-            found[f"mm+kernel,{name}".rstrip(",")] = with_kernel(weights)
+            found[f"DEFAULT+kernel,{name}".rstrip(",")] = with_kernel(weights)
         if activation == "gelu" and not exact:
             found[f"DGELU_BGRAD,{name}".rstrip(",")] = with_bgrad(weights)
     return found

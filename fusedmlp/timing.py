@@ -30,6 +30,7 @@ WARM_UP_CALLS = (
 WARM_UP_ROUNDS = 2
 MAX_CALLS = 10_000  # in one turn
 RESAMPLES = 2000
+SLOW_S = 5.0  # preparations that take longer are worth a line
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ def contest(
     device: torch.device,
     rounds: int,
     block_ms: float,
+    host: bool = False,
 ) -> Outcome:
     """Build, check and time ``arms``.
 
@@ -97,13 +99,14 @@ def contest(
         check: called with the name and the results of each arm; raises :class:`Wrong` when they are.
         device: where the steps compute.
         rounds, block_ms: as in :class:`fusedmlp.config.BenchConfig`.
+        host: call the steps as they are, and take the host's time.
     """
     outcome = Outcome()
     ready: dict[str, Callable[[], object]] = {}
     for name, build in arms.items():
         start = time.perf_counter()
         try:
-            run, outputs = prepare(build(), device)
+            run, outputs = prepare(build(), device, capture=device.type == "cuda" and not host)
             check(name, outputs)
             ready[name] = run
         except (Unavailable, Wrong) as reason:
@@ -114,10 +117,12 @@ def contest(
             lines = str(error).strip().splitlines() or [""]
             outcome.left_out[name] = f"failed: {type(error).__name__}: {lines[0][:300]}"
         outputs = ()
-        outcome.prepare_s[name] = time.perf_counter() - start
+        outcome.prepare_s[name] = seconds = time.perf_counter() - start
         if name in outcome.wrong or outcome.left_out.get(name, "").startswith("failed"):
             log.warning("  %s %s", name, outcome.left_out[name])
-    outcome.times = interleave(ready, device, rounds, block_ms)
+        elif seconds > SLOW_S:
+            log.info("  %s was ready after %.0f s", name, seconds)
+    outcome.times = interleave(ready, device, rounds, block_ms, host)
     return outcome
 
 
@@ -130,9 +135,9 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def prepare(step: Step, device: torch.device) -> tuple[Callable[[], object], tuple[Tensor, ...]]:
-    """Warm ``step`` up and, on a GPU, capture it: what to run, and the results of one run."""
-    if device.type != "cuda":
+def prepare(step: Step, device: torch.device, capture: bool) -> tuple[Callable[[], object], tuple[Tensor, ...]]:
+    """Warm ``step`` up and, if asked, capture it in a CUDA graph: what to run, and the results of one run."""
+    if not capture:
         for _ in range(WARM_UP_CALLS):
             outputs = step()
         return step, outputs

@@ -19,6 +19,7 @@ from fusedmlp import config as config_module
 from fusedmlp import launch
 from fusedmlp.config import (
     COMPUTE_TYPES,
+    BenchConfig,
     Config,
     ConfigError,
     DataConfig,
@@ -42,6 +43,7 @@ CONF = ROOT / "conf"
 SCHEMAS = [
     Config,
     GenerateConfig,
+    BenchConfig,
     ModelConfig,
     MLPConfig,
     DataConfig,

@@ -22,8 +22,7 @@ HALF_AND_SINGLE = [torch.bfloat16, torch.float16, torch.float32]
 @pytest.fixture(autouse=True)
 def _no_tf32():
     torch.backends.cuda.matmul.allow_tf32 = False
-    recipes._fallbacks.clear()
-    recipes._refused.clear()
+    recipes.forget()
 
 
 def rounding(dtype, gelu):

@@ -16,7 +16,8 @@ ROOMS = (
     "tokenizer corpus prepare data "
     "device optim metrics signals "
     "wandb_run tracking checkpoint state "
-    "sampling trainer generate"
+    "sampling trainer generate "
+    "timing mlp_arms bench_report bench_mlp bench_gemm bench_precision bench_host plots bench"
 ).split()
 # The rooms that a config passes through before torch is worth its second.
 WITHOUT_TORCH = "config launch files tokenizer corpus prepare wandb_run tracking signals".split()
@@ -28,6 +29,7 @@ DOORS = {
     "hydra": "config launch",
     "filelock": "prepare store",
     "triton": "kernels",
+    "matplotlib": "plots",
 }
 TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "conf", "fusedmlp", "train.py", "tests", "docs"}
 
