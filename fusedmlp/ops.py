@@ -131,8 +131,8 @@ def _mlp_backward_fake(
 # Autograd
 
 
-# Kernels for the dispatcher's Autograd key. ``torch.library.register_autograd`` would make the same out of two functions,
-# at several microseconds of host time more for each call.
+# Kernels for the dispatcher's Autograd key. ``torch.library.register_autograd`` would make the same out of two
+# functions, at several microseconds of host time more for each call.
 
 
 class _MLP(torch.autograd.Function):

@@ -142,14 +142,16 @@ def prepare(step: Step, device: torch.device, capture: bool) -> tuple[Callable[[
             outputs = step()
         return step, outputs
     with torch.cuda.device(device):
-        stream = torch.cuda.Stream()  # the default stream cannot be captured, and a backward pass follows its forward's
+        stream = torch.cuda.Stream()  # as torch's notes on CUDA graphs ask: not on the default stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_CALLS):
                 step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        # On torch's own capture stream and not on the one above: cuBLAS keeps a workspace for each stream, and one that
+        # was allocated outside the capture can be freed while the graph still uses it.
+        with torch.cuda.graph(graph):
             outputs = step()
         for t in outputs:
             t.fill_(math.nan)

@@ -268,12 +268,19 @@ def test_a_stored_algorithm_is_not_stored_again(store, monkeypatch):
     find(PlanCache())
 
 
-def test_a_stored_algorithm_that_is_refused_is_replaced(store):
-    old = find(PlanCache()).algorithm
-    FakePlan.accept = False
-    new = find(PlanCache()).algorithm
+def test_a_stored_algorithm_that_is_refused_is_replaced(tmp_path, monkeypatch):
+    """In the file, too: or every process would search again for ever."""
+    found = []
+    for accept in (True, False, True):
+        kept = PlanStore(tmp_path / "plans.json", {})
+        monkeypatch.setattr(plans, "store_of", lambda device, kept=kept: kept)
+        FakePlan.accept = accept
+        found.append(find(PlanCache()).algorithm)
+        kept.save()
+        assert list(kept.algorithms.values()) == [found[-1]]
+    old, new, again = found
     assert new != old
-    assert list(store.algorithms.values()) == [new]
+    assert again == new
 
 
 def test_the_heuristic_neither_reads_nor_writes_the_store(store):

@@ -154,21 +154,6 @@ def test_an_entry_in_the_file_stays_and_new_ones_join_it(path):
         assert store.races == {"same": Race("a", {"a": 1.0})}
 
 
-def test_what_was_read_and_found_useless_can_be_replaced(path):
-    """Or a damaged algorithm, which cuBLASLt refuses, would be searched again by every process for ever."""
-    filled(path)
-    key, race = "DEFAULT 8x16r16@256", "forward fc1 8x16"
-    store = PlanStore(path, FINGERPRINT)
-    assert key in store.algorithms
-    store.add_algorithm(key, algorithm(7))
-    store.add_race(race, Race("new", {"new": 1.0}))
-    store.save()
-    for known in (store, PlanStore(path, FINGERPRINT)):
-        assert known.algorithms[key] == algorithm(7)
-        assert known.races[race] == Race("new", {"new": 1.0})
-        assert known.algorithms["BGRADB 8x16r16@256"] == algorithm(2, 0)
-
-
 def test_threads_of_a_process_share_a_store(path):
     store = PlanStore(path, FINGERPRINT)
     start, count, each = threading.Barrier(4), 4, 6
@@ -230,12 +215,12 @@ def many_processes(tmp_path_factory):
             assert child.stdout.readline() == "ready\n"
         go.touch()
         seen, deadline = [], time.monotonic() + 60
-        while any(w.poll() is None for w in writers) and time.monotonic() < deadline:
+        while any(c.poll() is None for c in children) and time.monotonic() < deadline:
             try:
                 seen.append(path.read_text())
             except FileNotFoundError:
                 assert not seen  # once there, always there
-            if victim.poll() is None and len(seen) > 30 and f"own {WRITERS} 3" in seen[-1]:
+            if seen and victim.poll() is None and f"own {WRITERS} 3" in seen[-1]:
                 os.kill(victim.pid, signal.SIGKILL)
             time.sleep(0.001)
         ends = [(*w.communicate(timeout=10), w.returncode) for w in writers]
