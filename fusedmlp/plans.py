@@ -16,7 +16,7 @@ Letters M, N, K, A, B, D: see :mod:`fusedmlp.epilogs`. Sources: the cuBLASLt API
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -29,9 +29,8 @@ from torch import Tensor
 from fusedmlp.environment import describe
 from fusedmlp.epilogs import HAS_BIAS, READS_AUX, WRITES_AUX, WRITES_BGRAD, Epilog, Result, gelu_aux_rows, relu_aux_rows
 from fusedmlp.files import cache_directory
-from fusedmlp.store import Algorithm, PlanStore
+from fusedmlp.store import WORKSPACE_LIMIT, Algorithm, PlanStore
 
-WORKSPACE_LIMIT = 32 * 2**20  # bytes; NVIDIA's advice for Hopper. Planning and execution must agree on it.
 MAX_PLANS = 512  # least recently used plans go first; a plan is a few kilobytes of host memory
 MAX_ALGORITHMS = 8  # asking the heuristic for more returned no more
 TUNE_ITERATIONS = 5
@@ -330,7 +329,7 @@ class PlanCache:
     def __init__(self, capacity: int = MAX_PLANS) -> None:
         self.capacity = capacity
         self._plans: OrderedDict[tuple[Any, ...], Plan | Unsupported] = OrderedDict()
-        self._tuned: Counter[tuple[Any, ...]] = Counter()
+        self._tuned: defaultdict[tuple[Any, ...], set[str]] = defaultdict(set)  # names, those from the store too
         self._lock = threading.RLock()
 
     def find(
@@ -359,7 +358,7 @@ class PlanCache:
             # Atomic, like get: no lock for a plan that is there. Another thread may just have evicted it; no harm done.
             with suppress(KeyError):
                 self._plans.move_to_end(key)
-            stats.plan_hits += 1
+            stats.plan_hits += not isinstance(plan, Unsupported)
         if isinstance(plan, Unsupported):
             raise Unsupported(str(plan))  # a new one: raising would hang a traceback on the remembered one
         return plan
@@ -378,6 +377,7 @@ class PlanCache:
         with self._lock:
             plan = self._plans.get(key)
             if plan is not None:  # another thread made it meanwhile
+                stats.plan_hits += not isinstance(plan, Unsupported)
                 return plan
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -388,14 +388,15 @@ class PlanCache:
             store = store_of(a.device)
             name = f"{epilog} {_Operand.of(a)} {_Operand.of(b)} {DTYPES[a.dtype]} {compute_type or 'default'}"
             family = (epilog, a.shape[0], a.dtype, a.device.index)
-            tune = tune and self._tuned[family] < MAX_TUNED
+            tune = tune and len(self._tuned[family] - {name}) < MAX_TUNED
             try:
                 stored = store.algorithms.get(name) if key[-1] else None  # heuristic plans are not stored
                 plan = Plan(epilog, a, b, bias, aux, compute_type, tune, stored)
                 stats.plans += 1
-                if plan.algorithm is not stored and tune:
-                    self._tuned[family] += 1
-                    store.add_algorithm(name, plan.algorithm)
+                if tune:
+                    self._tuned[family].add(name)
+                    if plan.algorithm is not stored:
+                        store.add_algorithm(name, plan.algorithm, instead_of=stored)
             except Unsupported as refusal:
                 plan = Unsupported(str(refusal))  # without the traceback, which would keep the operands alive
             self._plans[key] = plan

@@ -34,7 +34,7 @@ def hold(candidates: dict[str, Callable[[], Any]], device: torch.device) -> Race
     """
     runners, refusals = warm_up(candidates)
     if not runners:
-        raise Unsupported(next(iter(refusals.values())))
+        raise Unsupported(next(iter(refusals.values()), "there is no way to compute it"))
     times = measure(runners, device)
     winner = next(iter(times))
     for name, t in times.items():

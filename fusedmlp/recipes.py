@@ -231,7 +231,8 @@ def _execute(
         except Unsupported as refusal:
             reason = str(refusal)
             with _lock:
-                _bound(_refused)[key] = reason
+                _choices.pop(key, None)  # of the stages before the refused one
+                _bound(_refused, key)[key] = reason
     if options.on_unsupported == "error":
         raise Unsupported(f"fused MLP {what}: {reason}")
     with _lock:
@@ -259,7 +260,7 @@ def _stage(
                     "capture forbids: run the same shapes once before capturing"
                 )
             with _lock:
-                chosen = _bound(_choices).setdefault(key, {})
+                chosen = _bound(_choices, key).setdefault(key, {})
                 if name not in chosen:
                     chosen[name] = _choose(what, name, make(), tensors, x, options)
         return chosen[name](*tensors)
@@ -281,7 +282,7 @@ def _choose(
         Unsupported: cuBLASLt can do nothing for this stage; only torch's own kernels would be left.
     """
     if not torch_is_comparable(x.dtype, options):
-        candidates = {n: c for n, c in candidates.items() if not stages.is_torch(n)}
+        candidates = {n: c for n, c in candidates.items() if not stages.uses_torch_gemm(n)}
     shapes = " ".join("x".join(map(str, t.shape)) if t is not None else "-" for t in tensors)
     store = plans.store_of(x.device)
     problem = (
@@ -300,9 +301,9 @@ def _choose(
             raise Unsupported(next(iter(refusals.values())))
         times = ", ".join(f"{n} {t:g}" for n, t in sorted(outcome.times_us.items(), key=lambda item: item[1]))
         log.info("raced %s: %s us", problem.rpartition(" ")[0], times)
-        store.add_race(problem, outcome)
+        store.add_race(problem, outcome, instead_of=known)
         store.save()
-    _log[problem.rpartition(" ")[0]] = outcome
+    _bound(_log, problem)[problem] = outcome
     return candidates[outcome.winner]
 
 
@@ -311,15 +312,17 @@ def _by_rule(name: str, runs: dict[str, Callable[[], Any]], x: Tensor) -> str:
     narrow = x.shape[1] <= 1024  # the bias gradient rides on the weight GEMM for free in narrow layers only
     if name in ("wgrad2", "hidden") and not narrow:
         runs = dict(sorted(runs.items(), key=lambda item: "BGRADB" in item[0]))
+    if all(map(stages.is_torch, runs)):
+        return next(iter(runs))
+    reasons: list[str] = []
     for candidate, run in runs.items():
         if stages.is_torch(candidate):
             continue
         runners, refusals = race.warm_up({candidate: run})
         if runners:
             return candidate
-    if all(map(stages.is_torch, runs)):
-        return next(iter(runs))
-    raise Unsupported(next(iter(refusals.values())))
+        reasons += refusals.values()
+    raise Unsupported(reasons[0])
 
 
 def torch_is_comparable(dtype: torch.dtype, options: Options) -> bool:
@@ -327,10 +330,10 @@ def torch_is_comparable(dtype: torch.dtype, options: Options) -> bool:
     return options.compute_type in (None, "COMPUTE_32F")
 
 
-def _bound(table: dict[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:
-    """``table``, emptied when it has grown too large: what it held is cheap to find out again."""
-    if len(table) >= MAX_PROBLEMS:
-        table.clear()
+def _bound(table: dict[Any, Any], key: Any) -> dict[Any, Any]:
+    """``table`` with room for ``key``: its oldest entry goes when there are too many."""
+    if key not in table and len(table) >= MAX_PROBLEMS:
+        del table[next(iter(table))]
     return table
 
 
@@ -366,7 +369,7 @@ def fallback_reasons() -> dict[str, int]:
 def report() -> list[dict[str, Any]]:
     """What was chosen in this process: a dict for each problem with ``winner`` and the raced ``times_us``."""
     with _lock:
-        return [{"problem": k, "winner": r.winner, "times_us": r.times_us} for k, r in _log.items()]
+        return [{"problem": k.rpartition(" ")[0], "winner": r.winner, "times_us": r.times_us} for k, r in _log.items()]
 
 
 def forget() -> None:

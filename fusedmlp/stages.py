@@ -33,6 +33,11 @@ def is_torch(name: str) -> bool:
     return not any(part.isupper() for part in name.replace(",", "+").split("+"))
 
 
+def uses_torch_gemm(name: str) -> bool:
+    """Whether a candidate has one of torch's own GEMMs in it, which know nothing of compute types."""
+    return not {"mm", "linear", "addmm_activation"}.isdisjoint(name.replace(",", "+").split("+"))
+
+
 def fc1(gemm: Gemm, activation: str, *, keep: bool, exact: bool) -> Candidates:
     """(x, w1, b1) -> h, aux; aux is None for relu and without ``keep``.
 

@@ -10,6 +10,7 @@ import base64
 import binascii
 import json
 import logging
+import math
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,9 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t)
+WORKSPACE_LIMIT = 32 * 2**20  # bytes; NVIDIA's advice for Hopper. Planning and execution must agree on it.
 LOCK_TIMEOUT_S = 10.0
+SHOWN = 200  # characters of a fault in a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,26 +61,30 @@ class PlanStore:
         """Read the file, if there is one."""
         self._lock = threading.RLock()
         self._unsaved = False
-        if self.path is not None and self.path.exists():
+        # Entries that were found useless, by key: they do not outlive their replacement.
+        self._useless: dict[str, dict[str, Any]] = {"algorithms": {}, "races": {}}
+        if self.path is not None:
             self._merge(self._read(warn=True))
 
-    def add_algorithm(self, key: str, algorithm: Algorithm) -> None:
-        """Remember an algorithm; :meth:`save` writes it."""
+    def add_algorithm(self, key: str, algorithm: Algorithm, *, instead_of: Algorithm | None = None) -> None:
+        """Remember an algorithm; :meth:`save` writes it. ``instead_of`` is the one that was known and of no use."""
         with self._lock:
+            self._useless["algorithms"][key] = instead_of
             self.algorithms[key] = algorithm
             self._unsaved = True
 
-    def add_race(self, key: str, race: Race) -> None:
-        """Remember the outcome of a race; :meth:`save` writes it."""
+    def add_race(self, key: str, race: Race, *, instead_of: Race | None = None) -> None:
+        """Remember the outcome of a race; :meth:`save` writes it. ``instead_of`` as for :meth:`add_algorithm`."""
         with self._lock:
+            self._useless["races"][key] = instead_of
             self.races[key] = race
             self._unsaved = True
 
     def save(self) -> None:
         """Write what is new to the file, together with what other processes have added meanwhile.
 
-        An entry that is already in the file stays: later runs then repeat the earlier ones. A file that cannot be
-        written costs a warning, since everything can be measured again.
+        An entry that is already in the file stays, unless it is the very one that was found useless: later runs then
+        repeat the earlier ones. A file that cannot be written costs a warning, since everything can be measured again.
         """
         with self._lock:
             if self.path is None or not self._unsaved:
@@ -105,8 +112,8 @@ class PlanStore:
 
     def _merge(self, document: dict[str, Any] | None) -> None:
         if document is not None:
-            self.algorithms |= document["algorithms"]
-            self.races |= document["races"]
+            for name, useless in self._useless.items():
+                getattr(self, name).update({k: v for k, v in document[name].items() if v != useless.get(k)})
 
     def _read(self, *, warn: bool) -> dict[str, Any] | None:
         assert self.path is not None
@@ -120,17 +127,18 @@ class PlanStore:
                 "algorithms": {str(k): _algorithm(v) for k, v in found["algorithms"].items()},
                 "races": {str(k): _race(v) for k, v in found["races"].items()},
             }
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             if warn:
-                log.warning("the plan store %s is ignored and will be replaced: %s", self.path, error)
+                fault = str(error) if not isinstance(error, KeyError) else f"{error} is missing"
+                log.warning("the plan store %s is ignored and will be replaced: %s", self.path, fault[:SHOWN])
             return None
 
 
 def _algorithm(value: Any) -> Algorithm:
     workspace = value["workspace_bytes"]
-    if type(workspace) is not int or workspace < 0:
+    if type(workspace) is not int or not 0 <= workspace <= WORKSPACE_LIMIT:
         raise ValueError(f"workspace_bytes is {workspace!r}")
     try:
         data = base64.b64decode(value["data"], validate=True)
@@ -142,5 +150,10 @@ def _algorithm(value: Any) -> Algorithm:
 
 
 def _race(value: Any) -> Race:
-    times = {str(k): float(v) for k, v in value["times_us"].items()}
-    return Race(str(value["winner"]), times)
+    winner, times = value["winner"], value["times_us"]
+    if not isinstance(winner, str):
+        raise ValueError(f"the winner of a race is {winner!r}")
+    for t in times.values():
+        if type(t) not in (int, float) or not math.isfinite(t):
+            raise ValueError(f"a time of a race is {t!r}")
+    return Race(winner, {k: float(t) for k, t in times.items()})
