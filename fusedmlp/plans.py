@@ -348,8 +348,9 @@ class PlanCache:
             Unsupported: the problem was refused, now or before (a refusal is remembered).
             RuntimeError: the plan would have to be made while a CUDA graph is being captured.
         """
-        # Plain integers, since this is built for every GEMM; the low bits of the pointers stand for their alignment.
-        low = (a.data_ptr() & 255, b.data_ptr() & 255)
+        # Plain integers, since this is built for every GEMM; the lowest set bit of a pointer is its alignment (0: 256).
+        pa, pb = a.data_ptr(), b.data_ptr()
+        low = (pa & -pa & 255, pb & -pb & 255)
         key = (epilog, a.shape, a.stride(), b.shape, b.stride(), low, a.dtype, a.device.index, compute_type, tune)
         plan = self._plans.get(key)
         if plan is None:
@@ -420,6 +421,7 @@ cache = PlanCache()
 _zeros: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 _handles: dict[int, int] = {}
 _stores: dict[int, PlanStore] = {}
+_stores_lock = threading.RLock()
 _store_path: list[str | None] = [None]
 
 
@@ -436,13 +438,17 @@ def use_store(path: str | None) -> None:
 def store_of(device: torch.device) -> PlanStore:
     """The store for what was measured on ``device``."""
     index = device.index or 0
-    if index not in _stores:
-        found = describe(device, cublaslt_version=cublaslt_version())
-        fingerprint = {k: found[k] for k in ("gpu", "sm_count", "driver", "cublaslt", "nvmath", "torch", "triton")}
-        path = _store_path[0]
-        if path == "auto":
-            path = str(cache_directory() / "plans" / f"{str(found['gpu']).replace(' ', '_')}.json")
-        _stores[index] = PlanStore(Path(path).expanduser() if path else None, fingerprint)
+    with _stores_lock:
+        return _stores.get(index) or _open_store(device, index)
+
+
+def _open_store(device: torch.device, index: int) -> PlanStore:
+    found = describe(device, cublaslt_version=cublaslt_version())
+    fingerprint = {k: found[k] for k in ("gpu", "sm_count", "driver", "cublaslt", "nvmath", "torch", "triton")}
+    path = _store_path[0]
+    if path == "auto":
+        path = str(cache_directory() / "plans" / f"{str(found['gpu']).replace(' ', '_')}.json")
+    _stores[index] = PlanStore(Path(path).expanduser() if path else None, fingerprint)
     return _stores[index]
 
 

@@ -327,6 +327,8 @@ def _by_rule(name: str, runs: dict[str, Callable[[], Any]], x: Tensor) -> str:
 
 def torch_is_comparable(dtype: torch.dtype, options: Options) -> bool:
     """Whether torch's own GEMMs compute as ``options.compute_type`` asks, and so may take part in a race."""
+    if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        return False  # torch's would round to TF32
     return options.compute_type in (None, "COMPUTE_32F")
 
 

@@ -149,15 +149,25 @@ def prepare(step: Step, device: torch.device, capture: bool) -> tuple[Callable[[
                 step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # On torch's own capture stream and not on the one above: cuBLAS keeps a workspace for each stream, and one that
-        # was allocated outside the capture can be freed while the graph still uses it.
         with torch.cuda.graph(graph):
             outputs = step()
         for t in outputs:
             t.fill_(math.nan)
         graph.replay()
         torch.cuda.synchronize()
-    return graph.replay, outputs
+    return Replay(graph, step), outputs
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Replays a graph, and keeps what it was captured from: its kernels point to the step's weights and inputs."""
+
+    graph: torch.cuda.CUDAGraph
+    step: Step
+
+    def __call__(self) -> None:
+        """One run."""
+        self.graph.replay()
 
 
 def interleave(

@@ -26,7 +26,7 @@ from fusedmlp.corpus import documents
 from fusedmlp.data import load_data
 
 RESULT = Path(__file__).resolve().parent.parent / "docs/results/data_preparation.json"
-CASES = [("bytes", 1000, 1), ("bpe", 100, 1), ("bpe", 100, 2), ("bpe", 0, 1)]
+CASES = [("bytes", 1000, 1), ("bpe", 100, 1), ("bpe", 1000, 1), ("bpe", 0, 1)]
 """(tokenizer, MB = 10^6 bytes of numbered text or 0 for the standard library, cores)"""
 
 
