@@ -13,11 +13,12 @@ import torch
 
 from fusedmlp import bench_gemm, bench_host, bench_mlp, bench_precision, plans, plots, recipes
 from fusedmlp.bench_report import Report, Table
-from fusedmlp.config import BenchConfig, to_dict
+from fusedmlp.config import BenchConfig
 from fusedmlp.device import DTYPES, resolve_device, set_fp32_math
 from fusedmlp.environment import describe
 from fusedmlp.launch import RunFailed, main
 from fusedmlp.model import options_of
+from fusedmlp.schema import to_dict
 
 log = logging.getLogger(__name__)
 

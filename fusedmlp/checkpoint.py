@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from fusedmlp.config import ConfigError
 from fusedmlp.files import write_atomic
+from fusedmlp.schema import ConfigError
 
 FORMAT = 1
 _NAME = re.compile(r"step_(\d{8,})\.pt")

@@ -23,7 +23,8 @@ from urllib.request import getproxies
 
 import numpy as np
 
-from fusedmlp.config import ConfigError, DataConfig
+from fusedmlp.config import DataConfig
+from fusedmlp.schema import ConfigError
 
 BLOCK_BYTES = 1 << 20
 MAX_PIECE_BYTES = 1 << 16

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusedmlp.config import ConfigError, DataConfig
+from fusedmlp.config import DataConfig
 from fusedmlp.prepare import SPLITS, prepare
+from fusedmlp.schema import ConfigError
 
 # The key of the validation order. Seeds are below 2**63, so it is no seed's order of any training epoch.
 VAL_SEED = 2**63

@@ -5,8 +5,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from fusedmlp.config import ConfigError, MLPConfig, ParallelConfig
+from fusedmlp.config import MLPConfig, ParallelConfig
 from fusedmlp.plans import Unsupported, check_compute_type
+from fusedmlp.schema import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -6,11 +6,12 @@ from pathlib import Path
 import torch
 
 from fusedmlp import checkpoint, tokenizer
-from fusedmlp.config import GenerateConfig, MLPConfig, ModelConfig, from_dict
+from fusedmlp.config import GenerateConfig, MLPConfig, ModelConfig
 from fusedmlp.device import autocast, resolve_device, resolve_precision
 from fusedmlp.launch import main
 from fusedmlp.model import GPT
 from fusedmlp.sampling import extend
+from fusedmlp.schema import from_dict
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,8 @@ from hydra.errors import CompactHydraException, HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fusedmlp.config import ConfigError, load, register, unknown_key
+from fusedmlp.config import register
+from fusedmlp.schema import ConfigError, load, unknown_key
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 BAD_CONFIG = 2

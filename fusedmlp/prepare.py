@@ -21,9 +21,10 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from fusedmlp.config import ConfigError, DataConfig
+from fusedmlp.config import DataConfig
 from fusedmlp.corpus import Documents, documents
 from fusedmlp.files import cache_directory
+from fusedmlp.schema import ConfigError
 from fusedmlp.tokenizer import BPETokenizer, BytesTokenizer, Tokenizer, from_dict
 
 FORMAT = 1

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from fusedmlp import checkpoint, plans, recipes
-from fusedmlp.config import Config, ConfigError, to_dict
+from fusedmlp.config import Config
 from fusedmlp.data import TokenData, load_data
 from fusedmlp.device import autocast, require_one_process, resolve_device, resolve_precision, set_fp32_math
 from fusedmlp.model import GPT, options_of
 from fusedmlp.optim import make_optimizer
+from fusedmlp.schema import ConfigError, to_dict
 
 log = logging.getLogger(__name__)
 

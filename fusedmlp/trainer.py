@@ -17,12 +17,13 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from fusedmlp import checkpoint, metrics, plans, recipes
-from fusedmlp.config import Config, ConfigError, to_dict
+from fusedmlp.config import Config
 from fusedmlp.environment import describe
 from fusedmlp.launch import RunFailed
 from fusedmlp.mlp import FusedMLP, torch_mlps
 from fusedmlp.optim import learning_rate
 from fusedmlp.sampling import extend
+from fusedmlp.schema import ConfigError, to_dict
 from fusedmlp.signals import GracefulStop
 from fusedmlp.state import State, build
 from fusedmlp.tracking import Tracker, check

@@ -22,8 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fusedmlp.config import ConfigError, TrackingConfig
+from fusedmlp.config import TrackingConfig
 from fusedmlp.files import write_atomic
+from fusedmlp.schema import ConfigError
 
 _logger = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from fusedmlp.config import Config, load, register
+from fusedmlp.config import Config, register
 from fusedmlp.launch import CONF
+from fusedmlp.schema import load
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -15,10 +15,11 @@ from conftest import ROOT, compose_config
 from fusedmlp import bench, bench_gemm, bench_mlp, epilogs, mlp_arms, plans, timing
 from fusedmlp.bench_gemm import GEMMS, claim
 from fusedmlp.bench_report import Table
-from fusedmlp.config import BENCH_ARMS, BenchConfig, ConfigError
+from fusedmlp.config import BENCH_ARMS, BenchConfig
 from fusedmlp.launch import RunFailed
 from fusedmlp.mlp_arms import ARMS, Problem
 from fusedmlp.recipes import Options
+from fusedmlp.schema import ConfigError
 from fusedmlp.timing import Unavailable, Wrong
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import torch
 
 from fusedmlp import checkpoint
 from fusedmlp.checkpoint import best_step, damage, directory_of, find, load, newest_valid, path_of, save, steps_in
-from fusedmlp.config import ConfigError
+from fusedmlp.schema import ConfigError
 
 
 def payload(step: int = 0) -> dict:

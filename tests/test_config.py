@@ -21,7 +21,6 @@ from fusedmlp.config import (
     COMPUTE_TYPES,
     BenchConfig,
     Config,
-    ConfigError,
     DataConfig,
     GenerateConfig,
     HubConfig,
@@ -31,13 +30,9 @@ from fusedmlp.config import (
     ParallelConfig,
     TrackingConfig,
     TrainerConfig,
-    from_dict,
-    load,
-    nearest_key,
-    schema_keys,
-    to_dict,
 )
 from fusedmlp.corpus import documents
+from fusedmlp.schema import ConfigError, from_dict, load, nearest_key, schema_keys, to_dict
 
 CONF = ROOT / "conf"
 SCHEMAS = [

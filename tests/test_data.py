@@ -20,10 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedmlp import corpus, prepare
-from fusedmlp.config import ConfigError, DataConfig, HubConfig
+from fusedmlp.config import DataConfig, HubConfig
 from fusedmlp.corpus import cut, documents
 from fusedmlp.data import TokenData, load_data
 from fusedmlp.prepare import split_pieces, token_dtype
+from fusedmlp.schema import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 ODD = [b"caf\xe9\r\n", b"lone\rreturn\x00\xff\n", "😀 <|endoftext|>\n".encode() * 30, b"no newline at the end"]

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedmlp import checkpoint, recipes
-from fusedmlp.config import ConfigError, GenerateConfig, MLPConfig, ModelConfig
+from fusedmlp.config import GenerateConfig, MLPConfig, ModelConfig
 from fusedmlp.generate import generate, load_model
 from fusedmlp.model import GPT
 from fusedmlp.sampling import choose, extend
+from fusedmlp.schema import ConfigError
 from fusedmlp.trainer import train
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from conftest import ROOT
 PACKAGE = ROOT / "fusedmlp"
 # In dependency order: a room imports only rooms above it. A new file must find its place here.
 ROOMS = (
-    "config files launch environment store "
+    "schema config files launch environment store "
     "epilogs plans kernels stages race recipes ops mlp model "
     "tokenizer corpus prepare data "
     "device optim metrics signals "
@@ -20,7 +20,7 @@ ROOMS = (
     "timing mlp_arms bench_report bench_mlp bench_gemm bench_precision bench_host plots bench"
 ).split()
 # The rooms that a config passes through before torch is worth its second.
-WITHOUT_TORCH = "config launch files tokenizer corpus prepare wandb_run tracking signals".split()
+WITHOUT_TORCH = "schema config launch files tokenizer corpus prepare wandb_run tracking signals".split()
 DOORS = {
     "nvmath": "plans",
     "wandb": "wandb_run",

@@ -14,7 +14,8 @@ import pytest
 import wandb
 
 from fusedmlp import files, tracking, wandb_run
-from fusedmlp.config import Config, ConfigError, TrackingConfig, to_dict
+from fusedmlp.config import Config, TrackingConfig
+from fusedmlp.schema import ConfigError, to_dict
 from fusedmlp.tracking import Tracker, read_metrics
 from fusedmlp.wandb_run import read_offline_run
 

@@ -15,9 +15,10 @@ import yaml
 from conftest import ROOT, SMALL
 
 from fusedmlp import checkpoint, recipes, trainer
-from fusedmlp.config import Config, ConfigError, from_dict, to_dict
+from fusedmlp.config import Config
 from fusedmlp.launch import RunFailed
 from fusedmlp.model import weights_hash
+from fusedmlp.schema import ConfigError, from_dict, to_dict
 from fusedmlp.state import build
 from fusedmlp.tracking import read_metrics
 from fusedmlp.trainer import parity_probe, train, train_step
