@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedmlp import bench_gemm, bench_host, bench_mlp, bench_precision, plans, plots, recipes
+from fusedmlp import bench_gemm, bench_host, bench_mlp, bench_precision, gemms, plans, plots, recipes
 from fusedmlp.bench_report import Report, Table
 from fusedmlp.config import BenchConfig
 from fusedmlp.device import DTYPES, resolve_device, set_fp32_math
@@ -90,7 +90,7 @@ def run(config: BenchConfig) -> None:
     device = resolve_device(config.device)
     for dtype in config.dtypes:
         set_fp32_math(config.mlp, DTYPES[dtype])
-    plans.use_store(config.mlp.plan_store)
+    gemms.use_store(config.mlp.plan_store)
     assert config.run_dir is not None
     folder = Path(config.run_dir).expanduser()
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import benchmark
 
-from fusedmlp import epilogs, plans, timing
+from fusedmlp import epilogs, gemms, plans, timing
 from fusedmlp.bench_report import Table, interval, us
 from fusedmlp.config import BenchConfig
 from fusedmlp.device import DTYPES
@@ -125,7 +125,7 @@ def epilog_arm(epilog: Epilog, o: Operands, compute_type: str | None, tune: bool
         raise Unavailable(reason)
 
     def step() -> tuple[Tensor, ...]:
-        return results(plans.gemm(epilog, o.a, o.b, bias=o.bias, aux=o.aux, compute_type=compute_type, tune=tune))
+        return results(gemms.gemm(epilog, o.a, o.b, bias=o.bias, aux=o.aux, compute_type=compute_type, tune=tune))
 
     try:
         step()

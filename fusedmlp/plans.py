@@ -16,25 +16,18 @@ Letters M, N, K, A, B, D: see :mod:`fusedmlp.epilogs`. Sources: the cuBLASLt API
 import logging
 import threading
 import time
-from collections import OrderedDict, defaultdict
-from contextlib import suppress
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmlp.environment import describe
 from fusedmlp.epilogs import HAS_BIAS, READS_AUX, WRITES_AUX, WRITES_BGRAD, Epilog, Result, gelu_aux_rows, relu_aux_rows
-from fusedmlp.files import cache_directory
-from fusedmlp.store import WORKSPACE_LIMIT, Algorithm, PlanStore
+from fusedmlp.store import WORKSPACE_LIMIT, Algorithm
 
-MAX_PLANS = 512  # least recently used plans go first; a plan is a few kilobytes of host memory
 MAX_ALGORITHMS = 8  # asking the heuristic for more returned no more
 TUNE_ITERATIONS = 5
-MAX_TUNED = 16  # plans of one epilog and width that are autotuned: further token counts take the heuristic's first
 
 # nvmath logs every phase at INFO and, when INFO is on, times each call with a synchronisation.
 _nvmath_log = logging.getLogger("fusedmlp.nvmath")
@@ -83,7 +76,7 @@ def check_compute_type(name: str | None, dtype: torch.dtype) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Operand:
+class Operand:
     """How a 2-D tensor lies in memory."""
 
     rows: int
@@ -93,7 +86,8 @@ class _Operand:
     alignment: int  # of the pointer, bytes: an algorithm may need what the heuristic was shown
 
     @classmethod
-    def of(cls, t: Tensor) -> "_Operand":
+    def of(cls, t: Tensor) -> "Operand":
+        """Describe ``t``; raises :class:`Unsupported` for a matrix that is neither row- nor column-major."""
         (rows, cols), (s0, s1) = t.shape, t.stride()
         pointer = t.data_ptr()
         alignment = min(pointer & -pointer, 256)
@@ -108,8 +102,9 @@ class _Operand:
         """For keys of the plan store: shape, order and leading dimension, alignment."""
         return f"{self.rows}x{self.cols}{'c' if self.column_major else 'r'}{self.ld}@{self.alignment}"
 
-    def transposed(self) -> "_Operand":
-        return _Operand(self.cols, self.rows, self.ld, not self.column_major, self.alignment)
+    def transposed(self) -> "Operand":
+        """The same memory, read as the transpose."""
+        return Operand(self.cols, self.rows, self.ld, not self.column_major, self.alignment)
 
 
 class Plan:
@@ -146,7 +141,7 @@ class Plan:
         compute_name = compute_type or "COMPUTE_32F"
         with torch.cuda.device(self.device):
             try:
-                self._describe(_Operand.of(a), _Operand.of(b), compute_name)
+                self._describe(Operand.of(a), Operand.of(b), compute_name)
                 if stored is None or not self._accepts(stored):
                     stored = self._search(a, b, bias, aux, compute_name, tune)
             except torch.OutOfMemoryError:
@@ -208,7 +203,7 @@ class Plan:
         stats.tune_ms += (time.perf_counter() - planned) * 1e3
         return Algorithm(found["algo"].tobytes(), int(found["workspace_size"][0]))
 
-    def _describe(self, a: _Operand, b: _Operand, compute_name: str) -> None:
+    def _describe(self, a: Operand, b: Operand, compute_name: str) -> None:
         """Make the descriptors that :meth:`run` launches with, attribute by attribute as nvmath makes them."""
         from nvmath import CudaDataType
         from nvmath.bindings import cublas
@@ -254,7 +249,7 @@ class Plan:
             put(attributes.TRANSB, cublas.Operation.T)
             b = b.transposed()
 
-        def layout(operand: _Operand) -> int:
+        def layout(operand: Operand) -> int:
             handle = lt.matrix_layout_create(kinds[self.dtype], operand.rows, operand.cols, operand.ld)
             self._descriptors.append((lt.matrix_layout_destroy, handle))
             order = np.array(
@@ -265,7 +260,7 @@ class Plan:
             return int(handle)
 
         self._a_layout, self._b_layout = layout(a), layout(b)
-        self._d_layout = layout(_Operand(self.m, self.n, self.m, True, 256))
+        self._d_layout = layout(Operand(self.m, self.n, self.m, True, 256))
 
     def run(self, a: Tensor, b: Tensor, bias: Tensor | None, aux: Tensor | None) -> Result:
         """Launch on the current stream: A (M, K), B (K, N), bias (M,), aux (padded M, N) -> :class:`Result`."""
@@ -323,177 +318,8 @@ class Plan:
         self._descriptors.clear()
 
 
-class PlanCache:
-    """Plans by problem, bounded, shared by all threads."""
-
-    def __init__(self, capacity: int = MAX_PLANS) -> None:
-        self.capacity = capacity
-        self._plans: OrderedDict[tuple[Any, ...], Plan | Unsupported] = OrderedDict()
-        self._tuned: defaultdict[tuple[Any, ...], set[str]] = defaultdict(set)  # names, those from the store too
-        self._lock = threading.RLock()
-
-    def find(
-        self,
-        epilog: Epilog,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        aux: Tensor | None,
-        compute_type: str | None,
-        tune: bool,
-    ) -> Plan:
-        """The plan for this problem, made now if this is the first time.
-
-        Raises:
-            Unsupported: the problem was refused, now or before (a refusal is remembered).
-            RuntimeError: the plan would have to be made while a CUDA graph is being captured.
-        """
-        # Plain integers, since this is built for every GEMM; the lowest set bit of a pointer is its alignment (0: 256).
-        pa, pb = a.data_ptr(), b.data_ptr()
-        low = (pa & -pa & 255, pb & -pb & 255)
-        key = (epilog, a.shape, a.stride(), b.shape, b.stride(), low, a.dtype, a.device.index, compute_type, tune)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._make(key, epilog, a, b, bias, aux, compute_type, tune)
-        else:
-            # Atomic, like get: no lock for a plan that is there. Another thread may just have evicted it; no harm done.
-            with suppress(KeyError):
-                self._plans.move_to_end(key)
-            stats.plan_hits += not isinstance(plan, Unsupported)
-        if isinstance(plan, Unsupported):
-            raise Unsupported(str(plan))  # a new one: raising would hang a traceback on the remembered one
-        return plan
-
-    def _make(
-        self,
-        key: tuple[Any, ...],
-        epilog: Epilog,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        aux: Tensor | None,
-        compute_type: str | None,
-        tune: bool,
-    ) -> Plan | Unsupported:
-        with self._lock:
-            plan = self._plans.get(key)
-            if plan is not None:  # another thread made it meanwhile
-                stats.plan_hits += not isinstance(plan, Unsupported)
-                return plan
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    f"no plan yet for {epilog} of {tuple(a.shape)} {tuple(b.shape)}, and planning synchronises, "
-                    "which a CUDA graph capture forbids: run the same shapes once before capturing"
-                )
-            stats.plan_misses += 1
-            store = store_of(a.device)
-            name = f"{epilog} {_Operand.of(a)} {_Operand.of(b)} {DTYPES[a.dtype]} {compute_type or 'default'}"
-            family = (epilog, a.shape[0], a.dtype, a.device.index)
-            tune = tune and len(self._tuned[family] - {name}) < MAX_TUNED
-            try:
-                stored = store.algorithms.get(name) if key[-1] else None  # heuristic plans are not stored
-                plan = Plan(epilog, a, b, bias, aux, compute_type, tune, stored)
-                stats.plans += 1
-                if tune:
-                    self._tuned[family].add(name)
-                    if plan.algorithm is not stored:
-                        store.add_algorithm(name, plan.algorithm, instead_of=stored)
-            except Unsupported as refusal:
-                plan = Unsupported(str(refusal))  # without the traceback, which would keep the operands alive
-            self._plans[key] = plan
-            while len(self._plans) > self.capacity:
-                self._plans.popitem(last=False)
-            return plan
-
-    def clear(self) -> None:
-        """Forget all plans and refusals."""
-        with self._lock:
-            self._plans.clear()
-            self._tuned.clear()
-
-    def __len__(self) -> int:
-        """Problems known."""
-        return len(self._plans)
-
-
 stats = PlanStats()
-cache = PlanCache()
-_zeros: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 _handles: dict[int, int] = {}
-_stores: dict[int, PlanStore] = {}
-_stores_lock = threading.RLock()
-_store_path: list[str | None] = [None]
-
-
-def use_store(path: str | None) -> None:
-    """Keep algorithms and races in a file from now on.
-
-    Args:
-        path: the file; ``auto`` for one in the cache directory that is named for the GPU; None for this process only.
-    """
-    _store_path[0] = path
-    _stores.clear()
-
-
-def store_of(device: torch.device) -> PlanStore:
-    """The store for what was measured on ``device``."""
-    index = device.index or 0
-    with _stores_lock:
-        return _stores.get(index) or _open_store(device, index)
-
-
-def _open_store(device: torch.device, index: int) -> PlanStore:
-    found = describe(device, cublaslt_version=cublaslt_version())
-    fingerprint = {k: found[k] for k in ("gpu", "sm_count", "driver", "cublaslt", "nvmath", "torch", "triton")}
-    path = _store_path[0]
-    if path == "auto":
-        path = str(cache_directory() / "plans" / f"{str(found['gpu']).replace(' ', '_')}.json")
-    _stores[index] = PlanStore(Path(path).expanduser() if path else None, fingerprint)
-    return _stores[index]
-
-
-def gemm(
-    epilog: Epilog,
-    a: Tensor,
-    b: Tensor,
-    *,
-    bias: Tensor | None = None,
-    aux: Tensor | None = None,
-    compute_type: str | None = None,
-    tune: bool = True,
-) -> Result:
-    """One GEMM with its epilog on the GPU: the same contract as :func:`fusedmlp.epilogs.gemm`.
-
-    Args:
-        epilog: what to compute.
-        a: (M, K), row- or column-major.
-        b: (K, N), row- or column-major.
-        bias: (M,); an absent bias is a bias of zeros.
-        aux: (padded M, N), as an *_AUX_BIAS epilog wrote it.
-        compute_type: a name of :data:`COMPUTE_TYPES`, or None.
-        tune: autotune a new plan.
-
-    Raises:
-        Unsupported: cuBLASLt or nvmath refuses the problem.
-    """
-    if (a.data_ptr() | b.data_ptr()) & 15:
-        a, b = aligned(a), aligned(b)
-    if epilog in HAS_BIAS:
-        bias = _zero_bias(a.shape[0], a) if bias is None else aligned(bias)
-    plan = cache.find(epilog, a, b, bias, aux, compute_type, tune)
-    return plan.run(a, b, bias, aux)
-
-
-def aligned(t: Tensor) -> Tensor:
-    """``t`` itself, or a copy when its pointer is not a multiple of 16 bytes: no fast algorithm takes it then."""
-    return t if t.data_ptr() % 16 == 0 else t.clone()
-
-
-def _zero_bias(m: int, like: Tensor) -> Tensor:
-    key = (m, like.dtype, like.device)
-    if key not in _zeros:
-        _zeros[key] = torch.zeros(m, dtype=like.dtype, device=like.device)
-    return _zeros[key]
 
 
 def _handle(device_index: int) -> int:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fusedmlp import epilogs, plans, race, stages
+from fusedmlp import epilogs, gemms, plans, race, stages
 from fusedmlp.epilogs import Epilog, gelu_aux_rows
 from fusedmlp.plans import Unsupported
 from fusedmlp.stages import Gemm
@@ -245,7 +245,7 @@ def _execute(
 
 @cache
 def _gemm(options: Options) -> Gemm:
-    return partial(plans.gemm, compute_type=options.compute_type, tune=options.search == "measured")
+    return partial(gemms.gemm, compute_type=options.compute_type, tune=options.search == "measured")
 
 
 def _stage(
@@ -284,7 +284,7 @@ def _choose(
     if not torch_is_comparable(x.dtype, options):
         candidates = {n: c for n, c in candidates.items() if not stages.uses_torch_gemm(n)}
     shapes = " ".join("x".join(map(str, t.shape)) if t is not None else "-" for t in tensors)
-    store = plans.store_of(x.device)
+    store = gemms.store_of(x.device)
     problem = (
         f"{what} {name} {shapes} {plans.DTYPES[x.dtype]} {options.compute_type or 'default'} {'/'.join(candidates)}"
     )

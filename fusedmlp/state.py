@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fusedmlp import checkpoint, plans, recipes
+from fusedmlp import checkpoint, gemms, recipes
 from fusedmlp.config import Config
 from fusedmlp.data import TokenData, load_data
 from fusedmlp.device import autocast, require_one_process, resolve_device, resolve_precision, set_fp32_math
@@ -124,7 +124,7 @@ def build(config: Config) -> State:
     dtype = resolve_precision(config.trainer.precision, device)
     set_fp32_math(config.mlp, dtype)
     engine = _engine(config, device)
-    plans.use_store(config.mlp.plan_store)
+    gemms.use_store(config.mlp.plan_store)
     data = load_data(config.data, config.model.block_size, config.seed)
     torch.manual_seed(config.seed)  # weights are drawn on the CPU, so they are the same whatever the device
     model = GPT(config.model, data.vocab_size, config.mlp).to(device)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, compose_config
 
-from fusedmlp import bench, bench_gemm, bench_mlp, epilogs, mlp_arms, plans, timing
+from fusedmlp import bench, bench_gemm, bench_mlp, epilogs, gemms, mlp_arms, plans, timing
 from fusedmlp.bench_gemm import GEMMS, claim
 from fusedmlp.bench_report import Table
 from fusedmlp.config import BENCH_ARMS, BenchConfig
@@ -377,7 +377,7 @@ def pretend(monkeypatch):
             return change(epilog, epilogs.gemm(epilog, a, b, bias=bias, aux=aux))
 
         monkeypatch.setattr(plans, "why_unavailable", lambda device: None)
-        monkeypatch.setattr(plans, "gemm", gemm)
+        monkeypatch.setattr(gemms, "gemm", gemm)
 
     return install
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from mlp_cases import NAMES, fused, make_case, relative_error, torch_answer
 
-from fusedmlp import epilogs, plans, recipes
+from fusedmlp import epilogs, gemms, plans, recipes
 from fusedmlp.epilogs import HAS_BIAS, READS_AUX, WRITES_AUX, WRITES_BGRAD, Epilog
 from fusedmlp.mlp import FusedMLP, TorchMLP, fused_mlp
 from fusedmlp.plans import Unsupported
@@ -57,7 +57,7 @@ def test_every_epilog_is_what_the_textbook_says(epilog, m, n, k, dtype):
     aux = None
     if epilog in READS_AUX:
         aux = epilogs.pack_relu_mask(z) if "RELU" in epilog else epilogs.pad_gelu_aux(z)
-    actual = plans.gemm(epilog, a, b, bias=bias, aux=aux, tune=False)
+    actual = gemms.gemm(epilog, a, b, bias=bias, aux=aux, tune=False)
 
     def wide(t):
         return t if t is None or t.dtype is torch.uint8 else t.double()
@@ -205,7 +205,7 @@ def test_manual_capture_and_replay():
 
 
 def test_cold_capture_is_a_clear_error_and_leaves_the_device_usable():
-    plans.cache.clear()
+    gemms.cache.clear()
     mlp = FusedMLP(64, 256, options=STRICT).cuda().bfloat16()
     x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="before capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -238,7 +238,7 @@ def test_other_streams_and_threads():
 
 
 def test_memory_is_flat_over_many_token_counts_and_plans_are_bounded(monkeypatch):
-    monkeypatch.setattr(plans.cache, "capacity", 16)
+    monkeypatch.setattr(gemms.cache, "capacity", 16)
     mlp = FusedMLP(64, 256, options=STRICT).cuda().bfloat16()
 
     def step(tokens):
@@ -254,8 +254,8 @@ def test_memory_is_flat_over_many_token_counts_and_plans_are_bounded(monkeypatch
     gc.collect()
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before
-    assert len(plans.cache) <= 16
-    plans.cache.clear()
+    assert len(gemms.cache) <= 16
+    gemms.cache.clear()
 
 
 def test_operands_are_not_kept_alive():

@@ -5,7 +5,7 @@ import torch
 from mlp_cases import fused, make_case, relative_error
 from torch.nn import functional as F
 
-from fusedmlp import kernels, plans, race, recipes, stages
+from fusedmlp import gemms, kernels, plans, race, recipes, stages
 from fusedmlp.plans import Unsupported
 from fusedmlp.recipes import Options
 from fusedmlp.store import PlanStore
@@ -16,7 +16,7 @@ SHAPES = [(512, 256, 1024), (129, 64, 192), (16, 96, 100)]  # tokens, width, hid
 
 
 def gemm(*args, **kwargs):
-    return plans.gemm(*args, tune=False, **kwargs)
+    return gemms.gemm(*args, tune=False, **kwargs)
 
 
 class Problem:
@@ -128,8 +128,8 @@ def test_the_kernel_passes_nan_on():
 
 def test_a_race_is_held_once_and_a_warm_store_needs_none(tmp_path, monkeypatch):
     path = tmp_path / "plans.json"
-    plans.use_store(str(path))
-    plans.cache.clear()
+    gemms.use_store(str(path))
+    gemms.cache.clear()
     recipes.forget()
     case = make_case((4, 128), 128, 512, dtype=torch.bfloat16, device="cuda")
     measured = Options("nvmath", "error", "measured")
@@ -143,8 +143,8 @@ def test_a_race_is_held_once_and_a_warm_store_needs_none(tmp_path, monkeypatch):
     fused(case, measured)
     assert not races
     # A new process with the same store: nothing is raced or tuned, and every bit is the same.
-    plans.use_store(str(path))
-    plans.cache.clear()
+    gemms.use_store(str(path))
+    gemms.cache.clear()
     recipes.forget()
     before = plans.stats.tune_ms
     again = fused(case, measured)
@@ -152,23 +152,23 @@ def test_a_race_is_held_once_and_a_warm_store_needs_none(tmp_path, monkeypatch):
     assert plans.stats.tune_ms - before < 5
     assert {r["problem"]: r["winner"] for r in recipes.report()} == chosen
     assert all(torch.equal(first[k], again[k]) for k in first)
-    plans.use_store(None)
+    gemms.use_store(None)
 
 
 def test_a_damaged_algorithm_is_searched_again(tmp_path):
     path = tmp_path / "plans.json"
-    plans.use_store(str(path))
-    plans.cache.clear()
+    gemms.use_store(str(path))
+    gemms.cache.clear()
     recipes.forget()
     case = make_case((4, 128), 128, 512, dtype=torch.bfloat16, device="cuda")
     measured = Options("nvmath", "error", "measured")
     fused(case, measured)
-    store = plans.store_of(torch.device("cuda:0"))
+    store = gemms.store_of(torch.device("cuda:0"))
     garbage = PlanStore(path, store.fingerprint)
     for key, algorithm in garbage.algorithms.items():
         garbage.algorithms[key] = type(algorithm)(b"\xff" * 64, algorithm.workspace_bytes)
     store.algorithms = garbage.algorithms
-    plans.cache.clear()
+    gemms.cache.clear()
     again = fused(case, measured)
     assert all(t.isfinite().all() for t in again.values())
-    plans.use_store(None)
+    gemms.use_store(None)

@@ -15,15 +15,16 @@ import pytest
 import torch
 from mlp_cases import make_case, relative_error
 
-from fusedmlp import epilogs, plans, race, recipes, stages
+from fusedmlp import epilogs, gemms, plans, race, recipes, stages
 from fusedmlp.epilogs import HAS_BIAS, Epilog
-from fusedmlp.plans import PlanCache, PlanStats, Unsupported
+from fusedmlp.gemms import PlanCache
+from fusedmlp.plans import PlanStats, Unsupported
 from fusedmlp.recipes import Needs, Options
 from fusedmlp.store import ALGORITHM_BYTES, Algorithm, PlanStore
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
-store_of = plans.store_of  # the real one
+store_of = gemms.store_of  # the real one
 
 
 class FakePlan:
@@ -53,14 +54,14 @@ class FakePlan:
 def fake(monkeypatch):
     FakePlan.made, FakePlan.stored, FakePlan.refuse, FakePlan.accept, FakePlan.seconds = [], [], set(), True, 0.0
     kept = PlanStore(None, {})
-    monkeypatch.setattr(plans, "store_of", lambda device: kept)
+    monkeypatch.setattr(gemms, "store_of", lambda device: kept)
     monkeypatch.setattr(plans, "Plan", FakePlan)
-    monkeypatch.setattr(plans, "cache", PlanCache())
+    monkeypatch.setattr(gemms, "cache", PlanCache())
     monkeypatch.setattr(plans, "stats", PlanStats())
-    monkeypatch.setattr(plans, "_zeros", {})
+    monkeypatch.setattr(gemms, "_zeros", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     recipes.forget()
-    recipes._gemm.cache_clear()  # it holds a plans.gemm
+    recipes._gemm.cache_clear()  # it holds a gemms.gemm
     yield FakePlan
     recipes.forget()
     recipes._gemm.cache_clear()
@@ -69,7 +70,7 @@ def fake(monkeypatch):
 @pytest.fixture
 def store() -> PlanStore:
     """The store that stands in for the file of the GPU."""
-    return plans.store_of(CPU)
+    return gemms.store_of(CPU)
 
 
 def matrix(rows, cols, dtype=torch.float32, *, alignment=256, column_major=False, ld=None):
@@ -135,8 +136,8 @@ def test_other_tensors_of_the_same_problem_share_a_plan():
 
 def test_hits_and_misses_are_counted():
     for _ in range(3):
-        find(plans.cache)
-    find(plans.cache, tune=False)
+        find(gemms.cache)
+    find(gemms.cache, tune=False)
     row = plans.stats_row()
     assert (row["plans"], row["plan_misses"], row["plan_hits"]) == (2, 2, 2)
 
@@ -273,7 +274,7 @@ def test_a_stored_algorithm_that_is_refused_is_replaced(tmp_path, monkeypatch):
     found = []
     for accept in (True, False, True):
         kept = PlanStore(tmp_path / "plans.json", {})
-        monkeypatch.setattr(plans, "store_of", lambda device, kept=kept: kept)
+        monkeypatch.setattr(gemms, "store_of", lambda device, kept=kept: kept)
         FakePlan.accept = accept
         found.append(find(PlanCache()).algorithm)
         kept.save()
@@ -322,12 +323,12 @@ def columns(count):
 def test_only_so_many_token_counts_are_tuned(store):
     """Autotuning takes long, and a sampler meets hundreds of lengths."""
     cache = PlanCache()
-    many = columns(plans.MAX_TUNED + 5)
+    many = columns(gemms.MAX_TUNED + 5)
     for b in many:
         find(cache, b=b)
     tuned = [tune for *_, tune in FakePlan.made]
-    assert tuned == [True] * plans.MAX_TUNED + [False] * 5
-    assert len(store.algorithms) == plans.MAX_TUNED
+    assert tuned == [True] * gemms.MAX_TUNED + [False] * 5
+    assert len(store.algorithms) == gemms.MAX_TUNED
     find(cache, Epilog.BGRADB)  # others are tuned all the same
     find(cache, a=matrix(9, 16))
     assert [tune for *_, tune in FakePlan.made[-2:]] == [True, True]
@@ -340,45 +341,45 @@ def test_only_so_many_token_counts_are_tuned(store):
 
 
 def test_a_second_run_tunes_nothing_more_and_so_repeats_the_first():
-    many = columns(plans.MAX_TUNED + 5)
+    many = columns(gemms.MAX_TUNED + 5)
     runs = []
     for _ in range(2):
         cache = PlanCache()
         runs.append([find(cache, b=b) for b in many])
     first, second = ([tune for *_, tune in FakePlan.made[i : i + len(many)]] for i in (0, len(many)))
-    assert second[plans.MAX_TUNED :] == first[plans.MAX_TUNED :] == [False] * 5
+    assert second[gemms.MAX_TUNED :] == first[gemms.MAX_TUNED :] == [False] * 5
     for a, b in zip(*runs, strict=True):
-        assert a.algorithm == b.algorithm or runs[0].index(a) >= plans.MAX_TUNED  # the heuristic's is not kept
+        assert a.algorithm == b.algorithm or runs[0].index(a) >= gemms.MAX_TUNED  # the heuristic's is not kept
 
 
 @pytest.fixture
 def fresh_stores(monkeypatch):
-    monkeypatch.setattr(plans, "_stores", {})
-    monkeypatch.setattr(plans, "_store_path", [None])
+    monkeypatch.setattr(gemms, "_stores", {})
+    monkeypatch.setattr(gemms, "_store_path", [None])
 
 
 def test_the_store_is_in_memory_unless_told_otherwise(fresh_stores, tmp_path):
-    plans.use_store(None)
+    gemms.use_store(None)
     kept = store_of(CPU)
     assert kept.path is None
     assert store_of(CPU) is kept
-    plans.use_store(str(tmp_path / "mine.json"))
+    gemms.use_store(str(tmp_path / "mine.json"))
     other = store_of(CPU)
     assert other is not kept
     assert other.path == tmp_path / "mine.json"
     assert set(other.fingerprint) == {"gpu", "sm_count", "driver", "cublaslt", "nvmath", "torch", "triton"}
     other.add_algorithm("a", Algorithm(bytes(ALGORITHM_BYTES), 0))
     other.save()
-    plans.use_store(str(tmp_path / "mine.json"))
+    gemms.use_store(str(tmp_path / "mine.json"))
     assert store_of(CPU) is not other
     assert store_of(CPU).algorithms == other.algorithms  # the fingerprint survives JSON
 
 
 def test_the_automatic_store_is_named_for_the_gpu(fresh_stores, tmp_path, monkeypatch):
     monkeypatch.setenv("FUSEDMLP_CACHE", str(tmp_path))
-    real = plans.describe
-    monkeypatch.setattr(plans, "describe", lambda *a, **k: real(*a, **k) | {"gpu": "NVIDIA H200 NVL"})
-    plans.use_store("auto")
+    real = gemms.describe
+    monkeypatch.setattr(gemms, "describe", lambda *a, **k: real(*a, **k) | {"gpu": "NVIDIA H200 NVL"})
+    gemms.use_store("auto")
     kept = store_of(CPU)
     assert kept.path == tmp_path / "plans" / "NVIDIA_H200_NVL.json"
     assert kept.fingerprint["gpu"] == "NVIDIA H200 NVL"
@@ -386,7 +387,7 @@ def test_the_automatic_store_is_named_for_the_gpu(fresh_stores, tmp_path, monkey
 
 def test_a_home_directory_is_expanded(fresh_stores, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    plans.use_store("~/plans.json")
+    gemms.use_store("~/plans.json")
     assert store_of(CPU).path == tmp_path / "plans.json"
 
 
@@ -406,7 +407,7 @@ def test_gemm_computes_whatever_the_alignment(epilog, offset):
     g = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size + offset, generator=g)[offset:].view(rows, -1) for size, rows in ((96, 8), (60, 12)))
     bias = torch.randn(8 + offset, generator=g)[offset:] if epilog in HAS_BIAS else None
-    actual = plans.gemm(epilog, a, b, bias=bias)
+    actual = gemms.gemm(epilog, a, b, bias=bias)
     expected = epilogs.gemm(epilog, a, b, bias=bias)
     for x, y in zip(actual, expected, strict=True):
         assert (x is None) == (y is None)
@@ -418,8 +419,8 @@ def test_gemm_computes_whatever_the_alignment(epilog, offset):
 def test_an_absent_bias_is_one_of_zeros_made_once():
     a, b = torch.randn(8, 12), torch.randn(12, 5)
     for _ in range(2):
-        torch.testing.assert_close(plans.gemm(Epilog.BIAS, a, b).d, (b.T @ a.T).T)
-    ((key, zeros),) = plans._zeros.items()
+        torch.testing.assert_close(gemms.gemm(Epilog.BIAS, a, b).d, (b.T @ a.T).T)
+    ((key, zeros),) = gemms._zeros.items()
     assert key == (8, torch.float32, CPU)
     assert not zeros.any()
 
@@ -428,7 +429,7 @@ def test_an_absent_bias_is_one_of_zeros_made_once():
 def test_only_misaligned_tensors_are_copied(bytes_off):
     base = matrix(1, 64, torch.bfloat16)[0]
     t = base[bytes_off // 2 :]
-    result = plans.aligned(t)
+    result = gemms.aligned(t)
     assert (result is t) == (bytes_off % 16 == 0)
     assert result.data_ptr() % 16 == 0
     assert torch.equal(result, t)
@@ -483,7 +484,7 @@ def test_no_cublaslt_without_a_gpu():
 
 @pytest.fixture
 def pretend_gpu(monkeypatch):
-    """The nvmath engine believes that it can run; ``plans.gemm`` records its epilogs and refuses some.
+    """The nvmath engine believes that it can run; ``gemms.gemm`` records its epilogs and refuses some.
 
     In a race all are as fast as each other, so that the first listed wins, which is the textbook's recipe.
     """
@@ -497,7 +498,7 @@ def pretend_gpu(monkeypatch):
         return epilogs.gemm(epilog, a, b, bias=bias, aux=aux)
 
     monkeypatch.setattr(plans, "why_unavailable", lambda device: None)
-    monkeypatch.setattr(plans, "gemm", gemm)
+    monkeypatch.setattr(gemms, "gemm", gemm)
     monkeypatch.setattr(race, "measure", lambda runners, device: dict.fromkeys(runners, 1e-3))
     return ran, refuse
 
@@ -635,7 +636,7 @@ def test_an_unexpected_error_is_no_fallback(search, pretend_gpu, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(plans, "gemm", broken)
+    monkeypatch.setattr(gemms, "gemm", broken)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         recipes.forward(*make_case((6,)).tensors, "gelu", Options("nvmath", search=search))
     assert recipes.fallback_reasons() == {}
@@ -669,7 +670,7 @@ def test_options_reach_the_plans(pretend_gpu, monkeypatch):
         seen.append((compute_type, tune))
         return epilogs.gemm(epilog, a, b, bias=bias, aux=aux)
 
-    monkeypatch.setattr(plans, "gemm", gemm)
+    monkeypatch.setattr(gemms, "gemm", gemm)
     for search, compute_type in (("measured", None), ("heuristic", "COMPUTE_32F_FAST_TF32")):
         options = Options("nvmath", "fallback", search, compute_type)
         seen.clear()

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlp_cases import make_case, relative_error
 
-from fusedmlp import epilogs, kernels, plans, race, recipes, stages
+from fusedmlp import epilogs, gemms, kernels, plans, race, recipes, stages
 from fusedmlp.plans import Unsupported
 from fusedmlp.recipes import Needs, Options
 from fusedmlp.store import PlanStore, Race
@@ -486,8 +486,8 @@ def gpu(monkeypatch):
         return real(runs, device)
 
     monkeypatch.setattr(plans, "why_unavailable", lambda device: None)
-    monkeypatch.setattr(plans, "gemm", gemm)
-    monkeypatch.setattr(plans, "store_of", lambda device: p.store)
+    monkeypatch.setattr(gemms, "gemm", gemm)
+    monkeypatch.setattr(gemms, "store_of", lambda device: p.store)
     monkeypatch.setattr(race, "measure", measure)
     monkeypatch.setattr(race, "hold", hold)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: p.capturing)

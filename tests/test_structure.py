@@ -12,7 +12,7 @@ PACKAGE = ROOT / "fusedmlp"
 # In dependency order: a room imports only rooms above it. A new file must find its place here.
 ROOMS = (
     "schema config files launch environment store "
-    "epilogs plans kernels stages race recipes ops mlp model "
+    "epilogs plans gemms kernels stages race recipes ops mlp model "
     "tokenizer corpus prepare data "
     "device optim metrics signals "
     "wandb_run tracking checkpoint state "
