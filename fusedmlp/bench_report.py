@@ -102,7 +102,7 @@ class Report:
             parts.append("**Not measured**\n\n" + "\n".join(f"- {line}" for line in absent))
         parts.append(f"![{self.title}]({self.stem.name}.png)")
         write_atomic(self.stem.with_name(self.stem.name + ".md"), "\n\n".join(parts) + "\n")
-        lines = [f"{self.title}\n"]
+        lines = [f"{self.title}\n", *self.notes, ""]
         for t in tables:
             lines += [t.caption, t.text(), ""]
         return "\n".join([*lines, *(f"not measured: {line}" for line in absent)])

@@ -54,7 +54,8 @@ def save(
     for leftover in directory.glob("*.tmp"):
         leftover.unlink()
     path = path_of(directory, step)
-    write_atomic(path, lambda f: torch.save({"format": FORMAT, **payload}, f))
+    content = _on_cpu({"format": FORMAT, **payload})  # so that it opens where there is no GPU
+    write_atomic(path, lambda f: torch.save(content, f))
     if best_val_loss is not None:
         write_atomic(directory / "best.json", json.dumps({"step": step, "val_loss": best_val_loss}))
     best = best_step(directory)
@@ -132,3 +133,13 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(payload, dict) or payload.get("format") != FORMAT:
         raise ConfigError(f"checkpoint {path}: not a checkpoint of format {FORMAT}")
     return payload
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {k: _on_cpu(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on_cpu(v) for v in value)
+    return value

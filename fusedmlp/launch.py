@@ -13,11 +13,12 @@ from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -63,7 +64,12 @@ def main(config_name: str, schema: type, task: Callable[[Any], Any]) -> None:
         # Relative paths mean the folder where the command was started, whatever hydra.job.chdir says.
         os.chdir(runtime.cwd)
         try:
-            config = load(cfg, schema)
+            try:
+                config = load(cfg, schema)
+            except ConfigError as error:
+                if HydraConfig.get().mode is RunMode.MULTIRUN:
+                    raise  # Hydra goes on with the other jobs and reports this one at the end
+                _refuse(error.problems)
             if getattr(config, "run_dir", "") is None:
                 config.run_dir = runtime.output_dir
             return task(config)
@@ -105,7 +111,7 @@ def _explain(error: Exception, schema: type) -> list[str]:
     return [f"{key}: {first}" if key and key not in first else first]
 
 
-def _refuse(problems: list[str]) -> None:
+def _refuse(problems: list[str]) -> NoReturn:
     for problem in problems:
         print(f"config error: {problem}", file=sys.stderr)
     sys.exit(BAD_CONFIG)

@@ -204,12 +204,13 @@ class Loop:
             self.steps_since_lap += 1
             if step - self.first_step < WARMUP_STEPS:
                 self._end_of_warmup_step()
-            last = step == t.max_steps or stop.received is not None
+            stopping = stop.received  # read once: what comes later in this step waits for the next
+            last = step == t.max_steps or stopping is not None
             row: dict[str, float | int | None] = {}
             if last or step == 1 or step % t.log_every == 0:
                 row |= self._training_row(step, loss, norm)
             improved = False
-            if _due(step, t.eval_every) or (last and t.eval_every and not stop.received):
+            if _due(step, t.eval_every) or (last and t.eval_every and not stopping):
                 self._require_finite(loss, step)
                 row["val/loss"] = val_loss = self._beside("eval", lambda: evaluate(self.state))
                 improved = self.state.best_val_loss is None or val_loss < self.state.best_val_loss
@@ -219,15 +220,15 @@ class Loop:
                 row |= self._beside("parity", lambda step=step: parity_probe(self.state, step))
                 difference = row["parity/loss_abs_diff"]
                 self.largest_parity = max(self.largest_parity or 0.0, difference or 0.0)
-            if _due(step, t.sample_every) or (last and not stop.received):
+            if _due(step, t.sample_every) or (last and not stopping):
                 self._beside("sample", self._print_samples)
             if row:
                 self._log(step, row, bar)
             if _due(step, t.save_every) or last or improved:
                 self._require_finite(loss, step)
                 self._beside("save", lambda improved=improved: self.state.save(best=improved))
-            if stop.received:
-                log.warning("%s: saved step %d and leaving", stop.received.name, step)
+            if stopping:
+                log.warning("%s: saved step %d and leaving", stopping.name, step)
                 break
         bar.close()
 

@@ -8,6 +8,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
@@ -30,6 +31,15 @@ def compose_config(overrides: list[str], name: str = "config", schema: type = Co
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return load(compose(name, overrides=overrides), schema)
+
+
+def pytest_collection_modifyitems(items):
+    """`pytest -m gpu` without a GPU skips, with the reason."""
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="torch sees no CUDA GPU")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
 
 
 @pytest.fixture

@@ -311,6 +311,24 @@ def test_signals_save_and_leave_with_the_documented_status(tmp_path, corpus, num
     assert [r["step"] for r in history] == list(range(1, steps + 1))
 
 
+def test_a_signal_late_in_a_step_still_leaves_a_checkpoint_of_the_last_step(small, monkeypatch):
+    config = small()
+    real = trainer.evaluate
+
+    def interrupted(state):
+        if state.step == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(state)
+
+    monkeypatch.setattr(trainer, "evaluate", interrupted)
+    monkeypatch.setattr(trainer, "_due", lambda step, every: step == 10 and every == 10)
+    with pytest.raises(SystemExit):
+        train(config)
+    summary = json.loads((Path(config.run_dir) / "summary.json").read_text())
+    assert summary["exit"] == "interrupted"
+    assert checkpoint.steps_in(Path(config.run_dir) / "checkpoints")[-1] == summary["step"]
+
+
 def test_checkpoint_opens_in_a_bare_interpreter(small, tmp_path):
     config = small("trainer.max_steps=5")
     train(config)
