@@ -59,10 +59,17 @@ def save(
     if best_val_loss is not None:
         write_atomic(directory / "best.json", json.dumps({"step": step, "val_loss": best_val_loss}))
     best = best_step(directory)
-    for old in steps_in(directory)[:-keep_last]:
+    for old in [s for s in steps_in(directory) if s <= step][:-keep_last]:
         if old != best:
             path_of(directory, old).unlink()
     return path
+
+
+def drop_after(directory: Path, step: int) -> None:
+    """Remove the checkpoints of steps after ``step``, from which a run is about to go on another way."""
+    for later in (s for s in steps_in(directory) if s > step):
+        log.warning("%s is removed: the run goes on from step %d", path_of(directory, later), step)
+        path_of(directory, later).unlink()
 
 
 def best_step(directory: Path) -> int | None:

@@ -306,7 +306,8 @@ class Config:
             c.that(bool(self.resume) and path.exists(), f"resume={self.resume!r}: no such file or directory{hint}")
         c.that(
             self.optim.warmup_steps <= self.trainer.max_steps,
-            f"optim.warmup_steps={self.optim.warmup_steps} exceeds trainer.max_steps={self.trainer.max_steps}",
+            f"optim.warmup_steps={self.optim.warmup_steps} exceeds trainer.max_steps={self.trainer.max_steps}: "
+            "set a smaller optim.warmup_steps",
         )
         c.done()
 
@@ -339,7 +340,7 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         """Validate."""
         c = Checks(self, "")
-        c.number("max_new_tokens", "top_k", "temperature", ge=0)
+        c.number("max_new_tokens", "top_k", "temperature", ge=0, le=10**6)
         c.number("seed", ge=0, lt=2**63)
         c.number("top_p", gt=0, le=1)
         c.choice("precision", "auto", "fp32", "bf16", "fp16")

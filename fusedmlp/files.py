@@ -12,14 +12,18 @@ def write_atomic(path: Path, content: str | Callable[[BinaryIO], object]) -> Non
     The new content goes to ``<name>.<process id>.tmp`` beside it, is flushed to disk, and then renamed.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as f:
-        if isinstance(content, str):
-            f.write(content.encode())
-        else:
-            content(f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as f:
+            if isinstance(content, str):
+                f.write(content.encode())
+            else:
+                content(f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # a full disk should not be filled by what could not be finished
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the rename itself must survive a power cut

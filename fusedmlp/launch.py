@@ -70,7 +70,8 @@ def main(config_name: str, schema: type, task: Callable[[Any], Any]) -> None:
                 if HydraConfig.get().mode is RunMode.MULTIRUN:
                     raise  # Hydra goes on with the other jobs and reports this one at the end
                 _refuse(error.problems)
-            if getattr(config, "run_dir", "") is None:
+            # The jobs of a sweep get a folder each, below the run_dir that was asked for.
+            if hasattr(config, "run_dir") and (config.run_dir is None or HydraConfig.get().mode is RunMode.MULTIRUN):
                 config.run_dir = runtime.output_dir
             return task(config)
         finally:
@@ -85,6 +86,10 @@ def main(config_name: str, schema: type, task: Callable[[Any], Any]) -> None:
         _refuse(error.problems)
     except (CompactHydraException, HydraException, OmegaConfBaseException) as error:
         _refuse(_explain(error, schema))
+    except OSError as error:
+        if composed:
+            raise
+        _refuse([f"run_dir: cannot make {error.filename}: {error.strerror}"])
     except ValueError as error:
         if composed:
             raise

@@ -83,7 +83,7 @@ class State:
         """Continue from a checkpoint: weights, optimizer, scaler and step. Batches and dropout follow from the step.
 
         Raises:
-            ConfigError: the checkpoint is damaged or of another model, tokenizer or seed.
+            ConfigError: the checkpoint is damaged or of another model or tokenizer. What else differs is a warning.
         """
         saved = checkpoint.load(path)
         now, then = to_dict(self.config), saved["config"]
@@ -103,11 +103,17 @@ class State:
             ("seed", then["seed"], now["seed"]),
             ("trainer.batch_size", then["trainer"]["batch_size"], now["trainer"]["batch_size"]),
             ("trainer.grad_accum", then["trainer"]["grad_accum"], now["trainer"]["grad_accum"]),
+            ("trainer.max_steps", then["trainer"]["max_steps"], now["trainer"]["max_steps"]),
+            ("optim", then["optim"], now["optim"]),
         ):
             if a != b:
                 log.warning("resuming with another %s (%s, was %s): not the run that would have been", what, b, a)
         self.model.load_state_dict(saved["model"])
+        # The moments come from the checkpoint, what the config says of the optimizer from the config.
+        configured = [{k: g[k] for k in ("weight_decay", "betas")} for g in self.optimizer.param_groups]
         self.optimizer.load_state_dict(saved["optimizer"])
+        for group, settings in zip(self.optimizer.param_groups, configured, strict=True):
+            group.update(settings)
         if saved["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(saved["scaler"])
         self.step, self.best_val_loss = saved["step"], saved["best_val_loss"]

@@ -4,6 +4,7 @@ The randomness of a step (its batch, its dropout) is a function of the seed and 
 and parity probes cannot disturb training, and a resumed run needs no saved generator state.
 """
 
+import json
 import logging
 import sys
 import time
@@ -134,15 +135,21 @@ def train(config: Config) -> dict[str, Any]:
         return {"best_val_loss": None, "exit": "dry_run"}
     if start is not None:
         state.restore(start)
+        if state.step > config.trainer.max_steps:
+            raise ConfigError(f"trainer.max_steps={config.trainer.max_steps}, but {start} has done {state.step} steps")
+        if state.step == config.trainer.max_steps and (run_dir / "summary.json").exists():
+            log.info("nothing left to do: %s has done all %d steps", start, state.step)
+            return json.loads((run_dir / "summary.json").read_text())
         log.info("resuming from %s at step %d", start, state.step)
-        if state.step >= config.trainer.max_steps:
-            log.info("nothing left to do: trainer.max_steps=%d", config.trainer.max_steps)
     run_dir.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(OmegaConf.create(to_dict(config)), run_dir / "config.yaml")
     if config.trainer.compile != "off":
         mode = None if config.trainer.compile == "default" else config.trainer.compile
         state.model.compile(mode=mode)  # in place: parameter names stay, and model.forward is still the plain one
-    tracker = Tracker(run_dir, config.tracking, to_dict(config), resume_step=state.step if start else None)
+    continuing = start is not None or (run_dir / "metrics.jsonl").exists()  # at step 0 after a crash before any save
+    if continuing:
+        checkpoint.drop_after(checkpoint.directory_of(run_dir), state.step)
+    tracker = Tracker(run_dir, config.tracking, to_dict(config), resume_step=state.step if continuing else None)
     loop = Loop(state, tracker)
     ending, error = "failed", None
     try:
@@ -170,9 +177,12 @@ def _start_of(config: Config, run_dir: Path) -> Path | None:
     """The checkpoint to start from, or None; refuse to mix a new run into an old one's directory."""
     if config.resume == "auto":
         return checkpoint.newest_valid(checkpoint.directory_of(run_dir))
+    used = (run_dir / "metrics.jsonl").exists()
     if config.resume is not None:
-        return checkpoint.find(Path(config.resume).expanduser(), best=False)
-    if (run_dir / "metrics.jsonl").exists():
+        found = checkpoint.find(Path(config.resume).expanduser(), best=False)
+        if not used or found.resolve().is_relative_to(run_dir.resolve()):
+            return found
+    if used:
         raise ConfigError(f"run_dir={run_dir} holds a run already: continue it with resume=auto, or name another")
     return None
 

@@ -213,6 +213,70 @@ def test_resume_refuses_another_model_and_another_tokenizer(small):
             train(config)
 
 
+def test_a_crash_before_the_first_checkpoint_starts_over_without_doubled_rows(small, monkeypatch):
+    config = small("trainer.save_every=0", "trainer.eval_every=0")
+    real = trainer.train_step
+
+    def crashing(state, step):
+        if step == 5:
+            raise KeyError("crash")
+        return real(state, step)
+
+    monkeypatch.setattr(trainer, "train_step", crashing)
+    with pytest.raises(KeyError):
+        train(config)
+    monkeypatch.setattr(trainer, "train_step", real)
+    assert [r["step"] for r in rows_of(config)] == [1, 2, 3, 4]
+    config.resume = "auto"
+    train(config)
+    assert [r["step"] for r in rows_of(config)] == list(range(1, 21))
+
+
+def test_going_on_from_an_older_checkpoint_leaves_the_other_way_behind(small, caplog):
+    first = small("trainer.save_every=5", "trainer.keep_last=9")
+    train(first)
+    directory = Path(first.run_dir) / "checkpoints"
+    again = small("trainer.max_steps=12", "trainer.save_every=1", "trainer.keep_last=2")
+    again.resume = str(checkpoint.path_of(directory, 10))
+    train(again)
+    assert "step_00000020.pt is removed" in caplog.text
+    assert checkpoint.steps_in(directory)[-2:] == [11, 12]
+    assert [r["step"] for r in rows_of(again)] == list(range(1, 13))
+
+
+def test_resuming_a_finished_run_leaves_its_files_alone(small):
+    config = small()
+    train(config)
+    before = {p: p.read_bytes() for p in Path(config.run_dir).glob("*.*") if p.is_file()}
+    config.resume = "auto"
+    assert train(config)["exit"] == "finished"
+    assert {p: p.read_bytes() for p in Path(config.run_dir).glob("*.*") if p.is_file()} == before
+    shorter = small("trainer.max_steps=10")
+    shorter.resume = "auto"
+    with pytest.raises(ConfigError, match="has done 20 steps"):
+        train(shorter)
+
+
+def test_another_runs_checkpoint_does_not_continue_this_run(small):
+    first, second = small(run="first"), small(run="second")
+    train(first)
+    train(second)
+    second.resume = first.run_dir
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train(second)
+
+
+def test_optimizer_settings_come_from_the_config(small, caplog):
+    train(small("trainer.max_steps=10"))
+    config = small("optim.weight_decay=5", "optim.beta1=0.5")
+    config.resume = "auto"
+    train(config)
+    assert "resuming with another optim" in caplog.text
+    saved = checkpoint.load(checkpoint.path_of(Path(config.run_dir) / "checkpoints", 20))["optimizer"]
+    assert saved["param_groups"][0]["weight_decay"] == 5
+    assert saved["param_groups"][0]["betas"][0] == 0.5
+
+
 def test_resume_from_a_path_continues_in_a_new_directory(small):
     first = small(run="first")
     train(first)
