@@ -14,6 +14,7 @@ corpus that is silently "repaired" on its way in is not the corpus whose sha256 
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ MAX_REMEMBERED = 200_000
 """Words whose ids are remembered: some 40 MB, and all that is frequent in most corpora."""
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """What the rest of the project knows of a tokenizer; subclasses fill it in."""
 
     name: str
@@ -52,28 +53,28 @@ class Tokenizer:
         """Id of "end of document": the last one."""
         return self.vocab_size - 1
 
+    @abstractmethod
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Token ids of each text: one 1-D unsigned integer array a text, without end of document.
 
         Any byte string is accepted, and ``decode_bytes`` gives it back exactly. Arrays may be read-only views.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def decode_bytes(self, ids: ArrayLike) -> bytes:
         """The exact bytes behind ``ids`` (1-D integers, also a CPU tensor). End of document contributes nothing.
 
         Raises:
             ValueError: for ids that are not integers or not in ``[0, vocab_size)``.
         """
-        raise NotImplementedError
 
     def decode(self, ids: ArrayLike) -> str:
         """Like :meth:`decode_bytes`, as text; what is not UTF-8, like half a character at the end, becomes U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
+    @abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """Everything needed to rebuild the tokenizer, as plain JSON-able data (it travels inside checkpoints)."""
-        raise NotImplementedError
 
     def _check(self, ids: ArrayLike) -> np.ndarray:
         array = np.asarray(ids).reshape(-1)
