@@ -3,10 +3,8 @@
 Letters: B sequences, T tokens in each, C = d_model, V vocabulary.
 """
 
-import hashlib
 import math
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -125,13 +123,3 @@ def _initialise(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
-
-
-@torch.no_grad()
-def weights_hash(model: nn.Module) -> str:
-    """sha256 over names and values of all parameters: equal exactly when two models start from the same weights."""
-    digest = hashlib.sha256()
-    for name, p in model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

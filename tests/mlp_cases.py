@@ -1,5 +1,6 @@
 """One MLP problem in two computations, for the tests on CPU and on GPU: what was asked, and float64 torch's answer."""
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -91,3 +92,13 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of the expected, in float64; NaN never passes a comparison."""
     a, e = actual.detach().double(), expected.detach().double()
     return ((a - e).norm() / e.norm().clamp_min(1e-30)).item()
+
+
+@torch.no_grad()
+def weights_hash(model: torch.nn.Module) -> str:
+    """sha256 over names and values of all parameters: equal exactly when two models start from the same weights."""
+    digest = hashlib.sha256()
+    for name, p in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

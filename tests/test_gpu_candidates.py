@@ -162,7 +162,7 @@ def test_a_damaged_algorithm_is_searched_again(tmp_path):
     recipes.forget()
     case = make_case((4, 128), 128, 512, dtype=torch.bfloat16, device="cuda")
     measured = Options("nvmath", "error", "measured")
-    fused(case, measured)
+    first = fused(case, measured)
     store = gemms.store_of(torch.device("cuda:0"))
     garbage = PlanStore(path, store.fingerprint)
     for key, algorithm in garbage.algorithms.items():
@@ -170,5 +170,6 @@ def test_a_damaged_algorithm_is_searched_again(tmp_path):
     store.algorithms = garbage.algorithms
     gemms.cache.clear()
     again = fused(case, measured)
-    assert all(t.isfinite().all() for t in again.values())
+    assert all(relative_error(again[k], first[k]) < 1e-2 for k in first)  # bf16, perhaps by another algorithm
+    assert any(a.data != b"\xff" * 64 for a in store.algorithms.values())  # those in use were found anew
     gemms.use_store(None)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from mlp_cases import relative_error
+from mlp_cases import relative_error, weights_hash
 
 from fusedmlp.config import MLPConfig, ModelConfig
 from fusedmlp.mlp import FusedMLP, TorchMLP, torch_mlps
-from fusedmlp.model import GPT, weights_hash
+from fusedmlp.model import GPT
 
 
 @pytest.mark.parametrize("bias", [True, False])

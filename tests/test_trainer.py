@@ -13,11 +13,11 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, SMALL
+from mlp_cases import weights_hash
 
 from fusedmlp import checkpoint, recipes, trainer
 from fusedmlp.config import Config
 from fusedmlp.launch import RunFailed
-from fusedmlp.model import weights_hash
 from fusedmlp.schema import ConfigError, from_dict, to_dict
 from fusedmlp.state import build
 from fusedmlp.tracking import read_metrics
